@@ -1,0 +1,49 @@
+"""The only reader of environment variables.
+
+Each service declares a subclass of `ServiceSettings`; every field is read from `ROUNDHOUSE_<FIELD>`. A missing or wrong
+value ends the process with exit code 2 and one line a problem, before anything is started.
+"""
+
+import os
+import sys
+import uuid
+from typing import TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+EXIT_BAD_SETTINGS = 2
+
+
+class ServiceSettings(BaseSettings):
+    """What every service needs to know."""
+
+    model_config = SettingsConfigDict(env_prefix="ROUNDHOUSE_", extra="ignore", frozen=True)
+
+    cluster: str = Field(default="roundhouse", description="name of the cluster: the `source` of usage events")
+    instance_id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], description="unique name of this process")
+    nats_url: str = Field(default="nats://127.0.0.1:4222", description="NATS server with JetStream")
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", description="Valkey or Redis")
+    bind_host: str = Field(default="127.0.0.1", description="address that the servers of this process listen on")
+    ops_port: int = Field(default=0, ge=0, le=65535, description="health, readiness and metrics; 0 picks a free port")
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+    drain_seconds: float = Field(default=20.0, ge=0, description="how long SIGTERM waits for running work")
+
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+
+
+def read_settings(kind: type[Settings]) -> Settings:
+    """Read `kind` from the environment, or exit with code 2 and one line for each wrong value."""
+    try:
+        return kind()
+    except ValidationError as error:
+        for problem in error.errors(include_url=False, include_input=False):
+            name = "_".join(str(part) for part in problem["loc"])
+            sys.stderr.write(f"ROUNDHOUSE_{name.upper()}: {problem['msg']}\n")
+        sys.exit(EXIT_BAD_SETTINGS)
+
+
+def otlp_endpoint() -> str | None:
+    """OTLP endpoint from OpenTelemetry's own variables; None turns export off."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -1,0 +1,180 @@
+"""The edge to gRPC: channels and servers with the same limits, errors and trace context everywhere.
+
+Servers answer `RoundhouseError` as the status of the table in `errors.py`, with RetryInfo where a delay is known.
+Clients get it back through `from_rpc_error`. Anything else an implementation raises is INTERNAL without its text.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+from opentelemetry.trace import SpanKind
+
+from roundhouse import telemetry
+from roundhouse.errors import (
+    CapacityExhausted,
+    Conflict,
+    DeadlinePassed,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    RoundhouseError,
+    Unauthenticated,
+    Unavailable,
+    error_shape,
+)
+
+log = structlog.get_logger(__name__)
+
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+_LIMITS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+]
+_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_ACCEPT_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A plain-text channel that notices a dead peer within 15 s of an open call. Close it when done."""
+    return grpc.aio.insecure_channel(address, options=_LIMITS + _KEEPALIVE)
+
+
+class GrpcServer:
+    """An aio server with health, reflection, error mapping and trace context."""
+
+    def __init__(self) -> None:
+        self.server = grpc.aio.server(interceptors=[_EdgeInterceptor()], options=_LIMITS + _ACCEPT_KEEPALIVE)
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self.port = 0
+
+    async def start(self, host: str, port: int, service_names: Sequence[str]) -> int:
+        """Listen and report SERVING for each name. Port 0 picks a free one; returns the port. Raises Unavailable."""
+        names = (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        try:
+            self.port = self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {host}:{port}: is the port taken?") from error
+        await self.server.start()
+        for name in ("", *service_names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return self.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end within `grace_s`."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def abort(context: Any, error: RoundhouseError) -> NoReturn:
+    """End the call with the error's status."""
+    status = status_pb2.Status(code=_code_number(error_shape(error).grpc_code), message=error.message)
+    if error.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.append(detail)
+    await context.abort_with_status(rpc_status.to_status(status))
+    raise AssertionError("abort_with_status raises")
+
+
+def _code_number(code: grpc.StatusCode) -> int:
+    return int(code_pb2.Code.Value(code.name))
+
+
+_FROM_CODE: dict[grpc.StatusCode, type[RoundhouseError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidInput,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidInput,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ABORTED: Conflict,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExhausted,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, what: str) -> RoundhouseError:
+    """Our error for a failed call to one of our own services; `what` names the call."""
+    kind = _FROM_CODE.get(error.code(), Unavailable)
+    return kind(f"{what}: {error.details() or error.code().name}")
+
+
+class _EdgeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]  # untyped base in some releases
+    """Wraps every implementation with the trace context of the caller and the error table."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        headers = {
+            str(key): str(value)
+            for key, value in handler_call_details.invocation_metadata or ()
+            if key == "traceparent"
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                _wrap_unary(handler.unary_unary, method, headers),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                _wrap_stream(handler.unary_stream, method, headers),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                _wrap_stream(handler.stream_stream, method, headers),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return handler
+
+
+def _wrap_unary(implementation: Any, method: str, headers: dict[str, str]) -> Any:
+    async def call(request: Any, context: Any) -> Any:
+        with telemetry.continued_span(method, headers, SpanKind.SERVER):
+            try:
+                return await implementation(request, context)
+            except RoundhouseError as error:
+                await abort(context, error)
+
+    return call
+
+
+def _wrap_stream(implementation: Any, method: str, headers: dict[str, str]) -> Any:
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        with telemetry.continued_span(method, headers, SpanKind.SERVER):
+            try:
+                async for reply in implementation(request, context):
+                    yield reply
+            except RoundhouseError as error:
+                await abort(context, error)
+
+    return call

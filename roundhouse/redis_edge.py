@@ -1,0 +1,54 @@
+"""The edge to Valkey or Redis: one bounded connection pool, and Lua scripts called by hash.
+
+A script is one atomic decision. It is sent by hash and sent whole only when the server does not know it (first use,
+SCRIPT FLUSH, failover). Library errors become `Unavailable`. A cancelled call closes its connection instead of leaving
+its reply to the next caller (redis-py `disconnect_on_error`; case B37).
+"""
+
+from collections.abc import Sequence
+from hashlib import sha1
+from importlib import resources
+from typing import Any, cast
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.exceptions import NoScriptError, RedisError
+
+from roundhouse.errors import Unavailable
+
+CONNECTIONS_MAX = 32  # a guess: enough to pipeline a busy process, few enough for hundreds of processes a server
+CALL_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
+
+
+def open_redis(url: str, *, connections_max: int = CONNECTIONS_MAX) -> Redis:
+    """A client whose calls answer or fail within `CALL_TIMEOUT_S`; replies are bytes. Close with `aclose()`."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections_max,
+        timeout=CALL_TIMEOUT_S,
+        socket_timeout=CALL_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        health_check_interval=15,
+        decode_responses=False,
+    )
+    return Redis(connection_pool=pool)
+
+
+class LuaScript:
+    """One script, kept as a `.lua` file beside the adapter that calls it."""
+
+    def __init__(self, package: str, name: str) -> None:
+        self.name = name
+        self._text = resources.files(package).joinpath(name).read_text()
+        self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, redis: Redis, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
+        """Run it. Raises Unavailable when the server is away, slow or refuses (read-only replica, out of memory)."""
+        values: list[Any] = [*keys, *arguments]
+        try:
+            try:
+                return await cast("Any", redis.evalsha(self._sha, len(keys), *values))
+            except NoScriptError:
+                return await cast("Any", redis.eval(self._text, len(keys), *values))
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable(f"the store did not run {self.name}") from error

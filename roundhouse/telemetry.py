@@ -1,0 +1,113 @@
+"""Logs, traces and metrics, set up the same way in every process.
+
+Logs are JSON lines with a stable `event` name. Traces go to the OTLP endpoint that OpenTelemetry's own variables name;
+without one no span is made, but an incoming `traceparent` still travels on. Metrics live in one registry a process.
+Never a prompt, completion or key in any of them (invariant 16); labels only from the catalogue (invariant 17).
+"""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+
+import structlog
+from opentelemetry import context as otel_context
+from opentelemetry import propagate, trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind
+from prometheus_client import CollectorRegistry
+
+from roundhouse.environment import ServiceSettings, otlp_endpoint
+
+REGISTRY = CollectorRegistry(auto_describe=True)
+"""Every metric of this process is registered here."""
+
+tracer = trace.get_tracer("roundhouse")
+
+
+def configure(service: str, settings: ServiceSettings) -> None:
+    """Set up logs and traces for this process. Call once, first."""
+    configure_logging(settings.log_level)
+    structlog.contextvars.bind_contextvars(service=service, instance=settings.instance_id)
+    if otlp_endpoint() is not None:
+        install_tracing(service, settings.instance_id, BatchSpanProcessor(OTLPSpanExporter()))
+
+
+def configure_logging(level: str) -> None:
+    """One JSON object a line on stdout, from structlog and from libraries that use `logging`."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(
+        format='{"level":"%(levelname)s","event":"library","logger":"%(name)s","text":"%(message)s"}',
+        level=max(number, logging.WARNING),
+        stream=sys.stdout,
+        force=True,
+    )
+
+
+def install_tracing(service: str, instance: str, processor: SpanProcessor) -> TracerProvider:
+    """Send spans of this process to `processor`. Returns the provider, to be shut down at the end."""
+    resource = Resource.create({"service.name": f"roundhouse-{service}", "service.instance.id": instance})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(processor)
+    trace.set_tracer_provider(provider)
+    return provider
+
+
+def shutdown() -> None:
+    """Flush and end the exporter, if there is one."""
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, TracerProvider):
+        provider.shutdown()
+
+
+def trace_headers() -> dict[str, str] | None:
+    """The current trace context as headers (`traceparent`); None if there is none."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return carrier or None
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """The current trace context as gRPC metadata."""
+    return tuple((trace_headers() or {}).items())
+
+
+@contextmanager
+def consumer_span(name: str, headers: Mapping[str, str]) -> Iterator[Span]:
+    """A span for a received message or call, child of the sender's context in `headers`."""
+    with continued_span(name, headers, SpanKind.CONSUMER) as span:
+        yield span
+
+
+@contextmanager
+def continued_span(name: str, headers: Mapping[str, str], kind: SpanKind) -> Iterator[Span]:
+    """A span whose parent is the remote context in `headers` (lower-case keys)."""
+    if "traceparent" not in headers:
+        with tracer.start_as_current_span(name, kind=kind) as span:
+            yield span
+        return
+    token = otel_context.attach(propagate.extract(headers))
+    try:
+        with tracer.start_as_current_span(name, kind=kind) as span:
+            yield span
+    finally:
+        otel_context.detach(token)
+
+
+def bind_request(fields: MutableMapping[str, str]) -> None:
+    """Add fields such as tenant_id and request_id to every log line of the current task."""
+    structlog.contextvars.bind_contextvars(**fields)
