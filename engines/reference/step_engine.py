@@ -1,0 +1,228 @@
+"""Continuous batching: each step computes a chunk of the waiting prompts and one token for every running request.
+
+Requests are admitted first in, first out, when a slot and blocks for their worst case are free; the first in line is
+never overtaken, so it cannot starve, and a running request never waits, so nothing can deadlock. Order between tenants
+is not decided here: few slots, and the scheduler's queue in front, see to that. Invariant: a fault of one request is
+told to that request alone. Not thread-safe: `engine_loop` owns it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.reference.decoder import Decoder, Segment
+from engines.reference.kv_cache import BlockStore
+from engines.reference.paged_kv import BLOCK_TOKENS, blocks_for
+from engines.reference.sampler import Choice, NumericFault
+from engines.reference.sequence import (
+    Embedded,
+    EngineLimits,
+    Event,
+    Failed,
+    FinishReason,
+    GenerationRequest,
+    Running,
+    TokenGenerated,
+)
+from engines.reference.token_bytes import TokenText
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A snapshot of the engine between two steps."""
+
+    waiting: int
+    running: int
+    blocks_free: int
+    blocks_total: int
+
+
+class StepEngine:
+    """Everything that is running on one model. `clock` gives seconds that only grow."""
+
+    def __init__(
+        self, decoder: Decoder, tokens: TokenText, limits: EngineLimits, store: BlockStore, clock: Callable[[], float]
+    ) -> None:
+        """The engine takes over the decoder and its pool."""
+        self._decoder = decoder
+        self._tokens = tokens
+        self._limits = limits
+        self._store = store
+        self._clock = clock
+        self._endings = frozenset(decoder.config.eos_token_ids)
+        self._waiting: deque[tuple[GenerationRequest, float]] = deque()
+        self._running: list[Running] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._running)
+
+    def statistics(self) -> EngineStatistics:
+        """Counts between two steps."""
+        pool = self._decoder.pool
+        return EngineStatistics(len(self._waiting), len(self._running), pool.blocks_free, pool.blocks_total)
+
+    def submit(self, request: GenerationRequest, now_s: float) -> None:
+        """Queue a request that `check_fits` has let through; `now_s` is when it arrived."""
+        self._waiting.append((request, now_s))
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, running or waiting, before the next step; unknown ids are ignored. Gives no event."""
+        gone = frozenset(request_ids)
+        for running in [running for running in self._running if running.request.request_id in gone]:
+            self._retire(running)
+        for request, _ in self._waiting:
+            if request.request_id in gone:
+                request.prefix.release()
+        self._waiting = deque(entry for entry in self._waiting if entry[0].request_id not in gone)
+
+    def step(self) -> list[Event]:
+        """Admit what fits, compute once, and say what came of it. Never raises for the fault of a request."""
+        self._admit()
+        planned = self._plan()
+        if not planned:
+            return []
+        with np.errstate(all="ignore"):  # broken weights give NaN, which the sampler reports for its own request
+            return self._compute(planned)
+
+    def fail_all(self, error: str) -> list[Event]:
+        """Give up everything that runs, after a fault that belongs to no single request."""
+        failed: list[Event] = [Failed(running.request.request_id, error) for running in self._running]
+        for running in list(self._running):
+            self._retire(running)
+        return failed
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._limits.slots:
+            request, submitted_s = self._waiting[0]
+            table = self._decoder.pool.take(blocks_for(request.tokens_max))
+            if table is None:
+                return
+            self._waiting.popleft()
+            vocab = self._decoder.config.vocab_size
+            running = Running.admit(request, table, self._endings, vocab, submitted_s, self._clock())
+            self._import_prefix(running)
+            self._running.append(running)
+
+    def _import_prefix(self, running: Running) -> None:
+        """Copy what the block store had; always leaves a token to compute."""
+        prefix = running.request.prefix
+        usable = min(len(prefix.blocks), (len(running.request.prompt) - 1) // BLOCK_TOKENS)
+        for index in range(usable):
+            self._decoder.pool.import_block(running.table, index, prefix.blocks[index])
+        running.computed = running.cached_tokens = usable * BLOCK_TOKENS
+        running.offered_blocks = usable
+        prefix.release()
+
+    def _plan(self) -> list[tuple[Running, Segment]]:
+        """One token for each decoding request; the prompts share the chunk budget in order of arrival."""
+        budget = self._limits.prefill_chunk_tokens
+        planned: list[tuple[Running, Segment]] = []
+        for running in self._running:
+            count = running.uncomputed
+            if count > 1 or not running.generated:
+                count = min(count, budget)
+                budget -= count
+            if count:
+                token_ids = running.token_ids[running.computed : running.computed + count]
+                segment = Segment(token_ids, running.computed, running.table, running.request.adapter)
+                planned.append((running, segment))
+        return planned
+
+    def _compute(self, planned: list[tuple[Running, Segment]]) -> list[Event]:
+        hidden = self._decoder.forward([segment for _, segment in planned])
+        ready: list[tuple[Running, int]] = []
+        events: list[Event] = []
+        row = 0
+        for running, segment in planned:
+            start, row = row, row + len(segment.token_ids)
+            running.computed += len(segment.token_ids)
+            if running.request.embed:
+                events += self._embed(running, hidden[start:row])
+            elif not running.uncomputed:
+                ready.append((running, row - 1))
+        if ready:
+            logits = self._decoder.logits(hidden[[last for _, last in ready]])
+            for (running, _), scores in zip(ready, logits, strict=True):
+                events.append(self._next_token(running, scores))
+        return events
+
+    def _embed(self, running: Running, hidden: NDArray[np.float32]) -> list[Event]:
+        """Mean of the final states of all prompt tokens, scaled to length 1."""
+        running.hidden.append(hidden)
+        if running.uncomputed:
+            return []
+        mean = np.concatenate(running.hidden).astype(np.float64).mean(axis=0)
+        length = float(np.linalg.norm(mean))
+        request_id = running.request.request_id
+        self._retire(running)
+        if not np.isfinite(length):
+            return [Failed(request_id, "numeric_fault: the model gave states that are not finite")]
+        vector = (mean / (length or 1.0)).astype(np.float32)
+        return [Embedded(request_id, vector, running.timings(self._clock()))]
+
+    def _next_token(self, running: Running, scores: NDArray[np.float32]) -> Event:
+        try:
+            choice = running.sampler.choose(scores)
+        except NumericFault as fault:
+            self._retire(running)
+            return Failed(running.request.request_id, f"numeric_fault: {fault}")
+        now_s = self._clock()
+        if running.first_token_s is None:
+            running.first_token_s = now_s
+            self._offer(running, len(running.request.prompt))
+        running.token_ids.append(choice.token_id)
+        text, finish = self._advance_text(running, choice)
+        if finish is not None:
+            self._offer(running, running.computed)
+            self._retire(running)
+        return TokenGenerated(
+            request_id=running.request.request_id,
+            token_id=choice.token_id,
+            text=text,
+            logprobs=choice.logprobs,
+            finish=finish,
+            cached_tokens=running.cached_tokens,
+            timings=running.timings(now_s),
+        )
+
+    def _advance_text(self, running: Running, choice: Choice) -> tuple[str, FinishReason | None]:
+        """The text that this token lets go, and whether it was the last."""
+        params, token_id = running.request.params, choice.token_id
+        if self._ends(running, token_id):
+            piece = running.text.finish()
+            return piece.text, "stop"
+        hidden = params.skip_special_tokens and self._tokens.is_special(token_id)
+        data = b"" if hidden else self._tokens.bytes_of(token_id)
+        piece = running.text.push(data, matching=running.generated >= params.min_tokens)
+        if piece.stopped:
+            return piece.text, "stop"
+        if running.generated < params.max_tokens:
+            return piece.text, None
+        rest = running.text.finish()
+        return piece.text + rest.text, "stop" if rest.stopped else "length"
+
+    def _ends(self, running: Running, token_id: int) -> bool:
+        params = running.request.params
+        if running.generated < params.min_tokens:
+            return False
+        return token_id in params.stop_token_ids or (token_id in self._endings and not params.ignore_eos)
+
+    def _offer(self, running: Running, tokens: int) -> None:
+        """Hand over the whole blocks of the first `tokens` tokens that the store has not been given yet."""
+        keys = running.request.block_keys(running.token_ids[:tokens])
+        first, stop = running.offered_blocks, min(len(keys), running.whole_blocks())
+        if first < stop:
+            pool, table = self._decoder.pool, running.table
+            self._store.offer(keys[first:stop], [pool.export_block(table, index) for index in range(first, stop)])
+            running.offered_blocks = stop
+
+    def _retire(self, running: Running) -> None:
+        self._running.remove(running)
+        self._decoder.pool.give_back(running.table)
