@@ -59,17 +59,18 @@ class CachedPrefix:
 class BlockStore(Protocol):
     """What an engine asks of a store of KV blocks. Safe to call from several threads."""
 
-    def lookup(self, keys: Sequence[bytes]) -> CachedPrefix:
-        """Find the longest prefix of `keys` that is stored.
+    def lookup(self, salt: bytes, keys: Sequence[bytes]) -> CachedPrefix:
+        """Find the longest prefix of `keys` that is stored for `salt`, the salt the keys were made with (invariant 11).
 
         Called on the intake thread, once a request and before it is queued, so it may wait, but only for a bounded
         time (tens of milliseconds): it answers an empty prefix on a miss, a late answer or any failure. Never raises.
         """
         ...
 
-    def offer(self, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
-        """Hand over new blocks, `blocks[i]` under `keys[i]`; ownership of the arrays passes to the store.
+    def offer(self, salt: bytes, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
+        """Hand over new blocks for the last `len(blocks)` of `keys`; ownership of the arrays passes to the store.
 
+        `keys` is the chain from the first block of the prompt, because a block without its parents is never found.
         Called on the step thread: returns at once, stores later or never (a full queue drops the offer). Never raises.
         """
         ...
@@ -86,11 +87,11 @@ class BlockStore(Protocol):
 class NoBlockStore:
     """The store of an engine that runs without one: every lookup misses, every offer is dropped."""
 
-    def lookup(self, keys: Sequence[bytes]) -> CachedPrefix:
+    def lookup(self, salt: bytes, keys: Sequence[bytes]) -> CachedPrefix:
         """Miss."""
         return CachedPrefix()
 
-    def offer(self, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
+    def offer(self, salt: bytes, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
         """Drop."""
 
     def flush(self, timeout_s: float) -> bool:

@@ -34,8 +34,9 @@ class GenerationRequest:
     params: SamplingParams
     embed: bool = False
     adapter: LoraAdapter | None = None
-    prefix: CachedPrefix = CachedPrefix()
+    prefix: CachedPrefix = field(default_factory=CachedPrefix)
     block_keys: BlockKeys = _no_keys
+    salt: bytes = b""  # the space in the block store that the keys belong to
 
     @property
     def tokens_max(self) -> int:
@@ -168,7 +169,8 @@ def check_fits(request: GenerationRequest, limits: EngineLimits, blocks_total: i
     )
     if total > limits.context_tokens:
         raise ContextLengthExceeded(
-            f"context_length_exceeded: {asked} need {total} tokens, the context of this model is {limits.context_tokens}"
+            f"context_length_exceeded: {asked} need {total} tokens,"
+            f" the context of this model is {limits.context_tokens}"
         )
     if blocks_for(total) > blocks_total:
         raise ContextLengthExceeded(

@@ -220,7 +220,8 @@ class StepEngine:
         first, stop = running.offered_blocks, min(len(keys), running.whole_blocks())
         if first < stop:
             pool, table = self._decoder.pool, running.table
-            self._store.offer(keys[first:stop], [pool.export_block(table, index) for index in range(first, stop)])
+            blocks = [pool.export_block(table, index) for index in range(first, stop)]
+            self._store.offer(running.request.salt, keys[:stop], blocks)
             running.offered_blocks = stop
 
     def _retire(self, running: Running) -> None:
