@@ -7,6 +7,8 @@ value ends the process with exit code 2 and one line a problem, before anything 
 import os
 import sys
 import uuid
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import Field, ValidationError
@@ -47,3 +49,19 @@ def read_settings(kind: type[Settings]) -> Settings:
 def otlp_endpoint() -> str | None:
     """OTLP endpoint from OpenTelemetry's own variables; None turns export off."""
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child process: ours without `ROUNDHOUSE_*`, which the parent sets for each child anew."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROUNDHOUSE_")}
+    return {**inherited, **additions}
+
+
+def roundhouse_home() -> Path:
+    """Where the embedded cluster keeps its state: `ROUNDHOUSE_HOME`, else `.roundhouse` in the current folder."""
+    return Path(os.environ.get("ROUNDHOUSE_HOME") or ".roundhouse").absolute()
+
+
+def test_infrastructure() -> str:
+    """How tests get NATS, Valkey and PostgreSQL: `programs` (the default) or `containers`."""
+    return os.environ.get("ROUNDHOUSE_TEST_INFRA") or "programs"

@@ -1,0 +1,35 @@
+"""Free TCP ports of this machine.
+
+Ports are drawn below the kernel's ephemeral range, so that an outgoing connection cannot take one between the draw and
+the start of the server that gets it. Two draws at the same moment can still meet: the server then fails to start.
+"""
+
+import random
+import socket
+
+FIRST_PORT = 20_000  # above registered services of note, below 32768 where Linux begins its ephemeral range
+LAST_PORT = 32_000
+_chance = random.SystemRandom()
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on `host:port` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` different free ports. Raises RuntimeError when none is left."""
+    found: list[int] = []
+    for port in _chance.sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
+        if len(found) == count:
+            return found
+        if is_free(port):
+            found.append(port)
+    raise RuntimeError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
