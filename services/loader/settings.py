@@ -1,0 +1,36 @@
+"""What a loader needs to know of its node. Read once, at start, from the environment."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from roundhouse.environment import ServiceSettings
+
+GIB = 1024**3
+
+
+class LoaderSettings(ServiceSettings):
+    """Settings of one node's loader; each field is `ROUNDHOUSE_<FIELD>`."""
+
+    node_id: str = Field(min_length=1, description="unique name of the node")
+    pool: str = Field(default="shared", min_length=1, description="pool the node belongs to")
+    node_role: Literal["mixed", "prefill", "decode"] = Field(default="mixed", description="what the node runs")
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="the loader's own gRPC port; 0 picks a free one")
+    advertise_host: str = Field(default="127.0.0.1", description="host under which schedulers reach this loader")
+    triton_grpc: str = Field(description="host:port of the node's Triton, gRPC")
+    triton_http: str = Field(default="", description="host:port of the node's Triton, HTTP; told to operators only")
+    triton_advertise: str = Field(default="", description="host:port that gateways dial; empty = TRITON_GRPC")
+    triton_repository: Path = Field(description="Triton's --model-repository folder, as this process sees it")
+    kvstore_address: str = Field(default="", description="host:port of the node's kvstore; empty = none")
+    device_bytes: int = Field(gt=0, description="bytes of device memory that models may take")
+    host_bytes: int = Field(default=8 * GIB, ge=0, description="bytes of host memory that weights may take")
+    disk_bytes: int = Field(default=64 * GIB, ge=0, description="bytes of the disk cache")
+    device_count: int = Field(default=1, ge=1, description="devices of the node")
+    cache_dir: Path = Field(description="folder of the disk cache; Triton must see it under the same path")
+    load_timeout_seconds: float = Field(default=60.0, gt=0, description="how long Triton may take to load one model")
+
+    @property
+    def triton_address_for_gateways(self) -> str:
+        """What gateways dial."""
+        return self.triton_advertise or self.triton_grpc
