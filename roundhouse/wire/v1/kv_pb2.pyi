@@ -45,7 +45,7 @@ class Arena(_message.Message):
     """file to map, read and write"""
     bytes: _builtins.int
     slot_bytes: _builtins.int
-    """smallest slot; a block takes one slot of the class that fits it"""
+    """smallest slot, the unit of `Statistics`; a block takes one slot of the class that fits it"""
     incarnation: _builtins.str
     """new for each kvstore process: leases of an older one are void"""
     def __init__(
@@ -78,7 +78,7 @@ class AcquirePrefixRequest(_message.Message):
     lease_ms: _builtins.int
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """first to last"""
+        """first to last, from the first block of the prompt"""
 
     def __init__(
         self,
@@ -102,8 +102,11 @@ class AcquirePrefixReply(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """empty if nothing was found"""
+    incarnation: _builtins.str
+    """of the arena that the offsets lie in"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlot]:
         """one a key, a leading run"""
@@ -113,10 +116,11 @@ class AcquirePrefixReply(_message.Message):
         *,
         lease_id: _builtins.str = ...,
         blocks: _abc.Iterable[Global___BlockSlot] | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,15 +162,21 @@ class ReleaseLeaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    CORRUPT_KEYS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    @_builtins.property
+    def corrupt_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """blocks whose copy did not match: checked again, and dropped if the arena is wrong"""
+
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
+        corrupt_keys: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt_keys", b"corrupt_keys", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -236,7 +246,10 @@ class ReserveBlocksReply(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    incarnation: _builtins.str
+    """of the arena that the offsets lie in"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlot]:
         """a subset of keys, in order; checksum is 0"""
@@ -246,10 +259,11 @@ class ReserveBlocksReply(_message.Message):
         *,
         lease_id: _builtins.str = ...,
         slots: _abc.Iterable[Global___BlockSlot] | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,7 +375,7 @@ Global___GetStatisticsRequest: _TypeAlias = GetStatisticsRequest  # noqa: Y015
 
 @_typing.final
 class Statistics(_message.Message):
-    """free + held = total, always."""
+    """free + held = total, always. Slots are counted in units of `Arena.slot_bytes`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,6 +387,9 @@ class Statistics(_message.Message):
     MISSES_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
     slots_total: _builtins.int
     slots_free: _builtins.int
     slots_held: _builtins.int
@@ -381,6 +398,12 @@ class Statistics(_message.Message):
     misses: _builtins.int
     evictions: _builtins.int
     corrupt: _builtins.int
+    blocks: _builtins.int
+    """stored and visible"""
+    leases: _builtins.int
+    """to read or to write"""
+    leases_expired: _builtins.int
+    """ended by time, not by their holder"""
     def __init__(
         self,
         *,
@@ -392,10 +415,13 @@ class Statistics(_message.Message):
         misses: _builtins.int = ...,
         evictions: _builtins.int = ...,
         corrupt: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        leases_expired: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "evictions", b"evictions", "hits", b"hits", "misses", b"misses", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_leased", b"slots_leased", "slots_total", b"slots_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "corrupt", b"corrupt", "evictions", b"evictions", "hits", b"hits", "leases", b"leases", "leases_expired", b"leases_expired", "misses", b"misses", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_leased", b"slots_leased", "slots_total", b"slots_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

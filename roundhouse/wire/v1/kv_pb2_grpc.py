@@ -102,7 +102,8 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitBlocks(self, request, context):
-        """Publishes written blocks; only those whose bytes match the checksum become visible.
+        """Publishes written blocks and ends the reservation; only those whose bytes match the checksum, and whose parent is
+        stored, become visible.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

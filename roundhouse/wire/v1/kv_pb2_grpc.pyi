@@ -39,7 +39,9 @@ class KvStoreStub:
     ReserveBlocks: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReserveBlocksRequest, _kv_pb2.ReserveBlocksReply]
     """Slots to write new blocks into. A key that is already stored, or being written, gets no slot."""
     CommitBlocks: _grpc.UnaryUnaryMultiCallable[_kv_pb2.CommitBlocksRequest, _kv_pb2.CommitBlocksReply]
-    """Publishes written blocks; only those whose bytes match the checksum become visible."""
+    """Publishes written blocks and ends the reservation; only those whose bytes match the checksum, and whose parent is
+    stored, become visible.
+    """
     EraseSalt: _grpc.UnaryUnaryMultiCallable[_kv_pb2.EraseSaltRequest, _kv_pb2.EraseSaltReply]
     """Drops every block of a tenant's salt."""
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_kv_pb2.GetStatisticsRequest, _kv_pb2.Statistics]
@@ -55,7 +57,9 @@ class KvStoreAsyncStub(KvStoreStub):
     ReserveBlocks: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReserveBlocksRequest, _kv_pb2.ReserveBlocksReply]  # type: ignore[assignment]
     """Slots to write new blocks into. A key that is already stored, or being written, gets no slot."""
     CommitBlocks: _aio.UnaryUnaryMultiCallable[_kv_pb2.CommitBlocksRequest, _kv_pb2.CommitBlocksReply]  # type: ignore[assignment]
-    """Publishes written blocks; only those whose bytes match the checksum become visible."""
+    """Publishes written blocks and ends the reservation; only those whose bytes match the checksum, and whose parent is
+    stored, become visible.
+    """
     EraseSalt: _aio.UnaryUnaryMultiCallable[_kv_pb2.EraseSaltRequest, _kv_pb2.EraseSaltReply]  # type: ignore[assignment]
     """Drops every block of a tenant's salt."""
     GetStatistics: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetStatisticsRequest, _kv_pb2.Statistics]  # type: ignore[assignment]
@@ -98,7 +102,9 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.CommitBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.CommitBlocksReply, _abc.Awaitable[_kv_pb2.CommitBlocksReply]]:
-        """Publishes written blocks; only those whose bytes match the checksum become visible."""
+        """Publishes written blocks and ends the reservation; only those whose bytes match the checksum, and whose parent is
+        stored, become visible.
+        """
 
     @_abc_1.abstractmethod
     def EraseSalt(
