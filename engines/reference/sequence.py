@@ -27,16 +27,20 @@ def _no_keys(token_ids: Sequence[int]) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A checked request. `block_keys` gives the key of each whole block of the tokens it is handed."""
+    """A checked request.
+
+    `block_keys` gives the key of each whole block of the tokens it is handed; `salt`, which they are made with, is the
+    space in the block store that they belong to.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     embed: bool = False
     adapter: LoraAdapter | None = None
+    salt: bytes = b""
     prefix: CachedPrefix = field(default_factory=CachedPrefix)
     block_keys: BlockKeys = _no_keys
-    salt: bytes = b""  # the space in the block store that the keys belong to
 
     @property
     def tokens_max(self) -> int:

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint, and the exact bytes of each of its tokens.
 
-Bytes rather than decoded strings, because a token may hold part of a character. Byte-level vocabularies (GPT-2,
-Llama 3, Qwen) write a byte as one printable character; SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and bytes
-as `<0xE4>`. Source: `bytes_to_unicode` of GPT-2's encoder, and the decoders of `tokenizers`.
+Bytes rather than decoded strings, because a token may hold part of a character. Byte-level vocabularies (GPT-2, Llama
+3, Qwen) write a byte as one printable character; SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and
+bytes as `<0xE4>`. Source: `bytes_to_unicode` of GPT-2's encoder, and the decoders of `tokenizers`.
 """
 
 from __future__ import annotations

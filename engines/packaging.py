@@ -1,0 +1,120 @@
+"""What Triton is told to load: a complete model configuration and the files of the model, for each kind of engine.
+
+Pure and light: reads the weights folder's small files, starts nothing. Triton runs with auto-complete off, so every
+configuration is whole. Settings reach our Python models as Triton `parameters`, which are strings.
+
+| parameter | meaning |
+| --- | --- |
+| `weights_path` | the checkpoint folder (`onnx`: the file, or a folder with one `.onnx`) |
+| `model_digest` | names the content in KV block keys |
+| `slots`, `kv_pool_tokens` | requests at once, and tokens of KV memory that they share |
+| `kvstore_address` | empty: no reuse of KV blocks across requests |
+| `prefill_chunk_tokens`, `adapters_in_memory`, `adapter_rank_max` | optional; see `engines.reference.loaded_model` |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+EngineName = Literal["reference", "onnx", "vllm", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One model version on one node, as the loader decides it. `devices` are GPU indices; empty means CPU."""
+
+    engine: EngineName
+    triton_model_name: str
+    weights_path: str
+    model_digest: str = ""
+    slots: int = 4
+    kv_pool_tokens: int = 4096
+    kvstore_address: str = ""
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPackage:
+    """Arguments of `load_model(name, config=json.dumps(config), files=files)`; file keys are `file:<path>`."""
+
+    config: dict[str, object]
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+class PackagingError(Exception):
+    """A model folder that cannot be turned into a Triton model; the text says what is wrong with it."""
+
+
+def package(spec: EngineSpec) -> TritonPackage:
+    """Make the Triton package of `spec`; raises `PackagingError`. Reads files, changes nothing."""
+    match spec.engine:
+        case "reference":
+            from engines.reference.triton_config import reference_package
+
+            return reference_package(spec)
+        case "onnx":
+            from engines.onnx.triton_config import onnx_package
+
+            return onnx_package(spec)
+        case "vllm":
+            from engines.vllm.triton_config import vllm_package
+
+            return vllm_package(spec)
+        case "triton":
+            from engines.native_package import native_package
+
+            return native_package(spec)
+        case _:
+            assert_never(spec.engine)
+
+
+def estimate_device_bytes(spec: EngineSpec) -> int:
+    """Bytes the loaded model will take on its device, to reserve before loading; raises `PackagingError`.
+
+    An upper estimate: weights as the engine holds them, the KV pool, and working memory.
+    """
+    match spec.engine:
+        case "reference":
+            from engines.reference.triton_config import estimate_reference_bytes
+
+            return estimate_reference_bytes(spec)
+        case "onnx":
+            from engines.onnx.triton_config import estimate_onnx_bytes
+
+            return estimate_onnx_bytes(spec)
+        case "vllm":
+            from engines.vllm.triton_config import estimate_vllm_bytes
+
+            return estimate_vllm_bytes(spec)
+        case "triton":
+            from engines.native_package import estimate_native_bytes
+
+            return estimate_native_bytes(spec)
+        case _:
+            assert_never(spec.engine)
+
+
+def model_shim(module: str) -> bytes:
+    """The `model.py` of our Python engines: their code is this package, not a copy in each model folder.
+
+    Triton's stub runs an isolated interpreter that ignores PYTHONPATH, so the shim applies it.
+    """
+    lines = (
+        "import os, sys",
+        "sys.path[:0] = [p for p in os.environ.get('PYTHONPATH', '').split(os.pathsep) if p and p not in sys.path]",
+        f"from {module} import TritonPythonModel",
+    )
+    return ("\n".join(lines) + "\n").encode()
+
+
+def string_parameters(spec: EngineSpec) -> dict[str, object]:
+    """The parameters that every Python engine reads, in Triton's JSON form."""
+    values = {
+        "weights_path": spec.weights_path,
+        "model_digest": spec.model_digest,
+        "slots": str(spec.slots),
+        "kv_pool_tokens": str(spec.kv_pool_tokens),
+        "kvstore_address": spec.kvstore_address,
+    }
+    return {name: {"string_value": value} for name, value in values.items()}

@@ -1,0 +1,80 @@
+"""Joins the events of one request into the output tensors of one response, as plain values.
+
+`finish_reason` is `"null"` until the last response, then `"stop"` or `"length"`. `num_output_tokens` counts the tokens
+generated since the previous response, so their sum is the bill. `roundhouse` comes with the first and the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.reference.intake import Call
+from engines.reference.sequence import TokenGenerated
+from engines.reference.token_bytes import TokenText
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseValues:
+    """One response; None for an output that is left out."""
+
+    text_output: str
+    finish_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    logprobs: str | None = None
+    embedding: NDArray[np.float32] | None = None
+    roundhouse: str | None = None
+
+
+def join_tokens(call: Call, tokens: TokenText, events: Sequence[TokenGenerated], first: bool) -> ResponseValues:
+    """One response for `events`, which are in order; `first` when none was sent before."""
+    inputs, last = call.inputs, events[-1]
+    text = "".join(event.text for event in events)
+    if first and not inputs.exclude_input_in_output:
+        text = inputs.text_input + text
+    return ResponseValues(
+        text_output=text,
+        finish_reason=(last.finish or "null") if inputs.return_finish_reason else None,
+        num_input_tokens=len(call.request.prompt) if inputs.return_num_input_tokens else None,
+        num_output_tokens=len(events) if inputs.return_num_output_tokens else None,
+        logprobs=_logprobs(tokens, events) if inputs.return_logprobs else None,
+        roundhouse=_account(last) if first or last.finish else None,
+    )
+
+
+def _account(event: TokenGenerated) -> str:
+    timings = event.timings
+    return json.dumps(
+        {
+            "cached_tokens": event.cached_tokens,
+            "queue_ms": round(timings.queue_ms, 3),
+            "prefill_ms": round(timings.prefill_ms, 3),
+            "decode_ms": round(timings.decode_ms, 3),
+        }
+    )
+
+
+def _logprobs(tokens: TokenText, events: Sequence[TokenGenerated]) -> str:
+    return json.dumps([_token_logprobs(tokens, event) for event in events])
+
+
+def _token_logprobs(tokens: TokenText, event: TokenGenerated) -> dict[str, Any]:
+    assert event.logprobs is not None  # asked for, so computed
+    entry = _entry(tokens, event.token_id, event.logprobs.chosen)
+    entry["top"] = [_entry(tokens, token_id, logprob) for token_id, logprob in event.logprobs.top]
+    return entry
+
+
+def _entry(tokens: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokens.bytes_of(token_id)
+    text = data.decode("utf-8", "replace")
+    return {"id": token_id, "token": text, "bytes": list(data), "logprob": max(logprob, LOGPROB_MIN)}
+
+
+LOGPROB_MIN = -9999.0  # JSON has no infinity; OpenAI writes this for a token that is all but impossible
