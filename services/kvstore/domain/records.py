@@ -1,0 +1,150 @@
+"""The records and outcomes of the block table."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.kvstore.domain.slot_arena import Slot
+
+ROOT = b""  # the parent of the first block of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where a block lies: `offset` and `length` in bytes. The checksum is 0 while the block is being written."""
+
+    key: bytes
+    offset: int
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who asks for a lease, and for how long from now."""
+
+    client_id: str
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """Blocks somebody wants to write: one chain, parents before children, all `length` bytes long."""
+
+    salt: bytes
+    model_digest: bytes
+    parent_key: bytes  # of keys[0]; ROOT for the first block of a prompt
+    keys: tuple[bytes, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlock:
+    """What a writer says it wrote, and what is found in the arena; equal unless the block is torn."""
+
+    key: bytes
+    checksum_claimed: int
+    checksum_found: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """A leading run of stored blocks, leased to be read."""
+
+    lease_id: str
+    blocks: tuple[BlockPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The first key is not stored for this salt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Slots to write into; keys that are stored or being written have none."""
+
+    lease_id: str
+    slots: tuple[BlockPlace, ...]
+
+
+class RefusalReason(StrEnum):
+    """Why nothing was reserved."""
+
+    NOTHING_NEW = "nothing_new"  # every key is stored or being written
+    PARENT_UNKNOWN = "parent_unknown"  # nobody could find the blocks
+    LENGTH_DIFFERS = "length_differs"  # from the parent's: not one model
+    TOO_LARGE = "too_large"  # for any extent
+    NO_ROOM = "no_room"  # everything is leased or being written
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing was reserved."""
+
+    reason: RefusalReason
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """How many blocks became visible, and how many did not."""
+
+    committed: int
+    rejected: int
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What was dropped; `bytes_dropped` counts the blocks' own lengths."""
+
+    blocks: int
+    bytes_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Keys that became visible and keys that went away, since they were last asked for."""
+
+    stored: tuple[bytes, ...]
+    dropped: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatistics:
+    """Counts of a block table. `units_free + units_held == units_total` (invariant 12)."""
+
+    units_total: int
+    units_free: int
+    units_held: int
+    units_leased: int
+    blocks: int
+    leases: int
+    hits: int  # blocks found
+    misses: int  # blocks asked for and not found
+    evictions: int
+    corrupt: int
+    leases_expired: int
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of the table. Only the table changes it.
+
+    `pins` counts the leases on it or below it: who pins a block pins its parents. `condemned`: no longer in the table,
+    its slot is given back with the last pin.
+    """
+
+    key: bytes
+    salt: bytes
+    model_digest: bytes
+    parent_key: bytes
+    slot: Slot
+    length: int
+    checksum: int = 0
+    stored: bool = False
+    condemned: bool = False
+    pins: int = 0
+    used: int = 0
+
+    def place(self) -> BlockPlace:
+        """Where it lies."""
+        return BlockPlace(self.key, self.slot.offset, self.length, self.checksum)
