@@ -19,6 +19,9 @@ CONNECTIONS_MAX = 32  # a guess: enough to pipeline a busy process, few enough f
 CALL_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 2.0
 
+ScriptCall = tuple[Sequence[str], Sequence[str | bytes | int | float]]
+"""Keys and arguments of one script run."""
+
 
 def open_redis(url: str, *, connections_max: int = CONNECTIONS_MAX) -> Redis:
     """A client whose calls answer or fail within `CALL_TIMEOUT_S`; replies are bytes. Close with `aclose()`."""
@@ -31,7 +34,7 @@ def open_redis(url: str, *, connections_max: int = CONNECTIONS_MAX) -> Redis:
         health_check_interval=15,
         decode_responses=False,
     )
-    return Redis(connection_pool=pool)
+    return Redis.from_pool(pool)  # owns the pool: closing the client closes its connections
 
 
 class LuaScript:
@@ -52,3 +55,26 @@ class LuaScript:
                 return await cast("Any", redis.eval(self._text, len(keys), *values))
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable(f"the store did not run {self.name}") from error
+
+    async def each(self, redis: Redis, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Run it once for each call, in one round trip; each is atomic by itself, not all together.
+
+        Raises Unavailable if any failed; the others may have taken effect."""
+        try:
+            answers = await self._pipelined(redis, calls)
+            if any(isinstance(answer, NoScriptError) for answer in answers):
+                await cast("Any", redis.script_load(self._text))
+                answers = await self._pipelined(redis, calls)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable(f"the store did not run {self.name}") from error
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise Unavailable(f"the store did not run {self.name}") from answer
+        return answers
+
+    async def _pipelined(self, redis: Redis, calls: Sequence[ScriptCall]) -> list[Any]:
+        async with redis.pipeline(transaction=False) as pipeline:
+            for keys, arguments in calls:
+                values: list[Any] = [*keys, *arguments]
+                pipeline.evalsha(self._sha, len(keys), *values)
+            return list(await pipeline.execute(raise_on_error=False))

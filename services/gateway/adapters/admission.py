@@ -1,0 +1,166 @@
+"""Limits in Redis: one script admits or refuses, one settles, one renews. The scripts lie beside this file.
+
+The store's clock counts, not the gateway's: replicas with different clocks see one limit. An admission whose caller was
+cancelled, or whose answer was lost, is withdrawn: it may have happened, or may still happen after the caller left, and
+must not be counted (invariant 15, case B37). Decision: docs/decisions/0082-admission.md.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+
+from roundhouse.catalogue.records import Limits
+from roundhouse.clock import Clock
+from roundhouse.errors import BudgetExhausted, Conflict, LimitExceeded, RoundhouseError, Unauthenticated, Unavailable
+from roundhouse.redis_edge import LuaScript
+from roundhouse.vocabulary import RequestId, TenantId
+from services.gateway.adapters import redis_names
+from services.gateway.domain.limits import CONCURRENCY_RETRY_MS, LEASE_MS, LimitName
+from services.gateway.ports import Admitted, Caller
+
+log = structlog.get_logger(__name__)
+
+TICKET_MS = 600_000  # a guess: outlives every pause of a gateway after which settling still matters
+ENDED_MS = 60_000  # longer than any call can still be on its way to the store (CALL_TIMEOUT_S and proxies)
+WITHDRAW_TIMEOUT_S = 5.0
+
+_PACKAGE = "services.gateway.adapters"
+_admit = LuaScript(_PACKAGE, "admission.lua")
+_settle = LuaScript(_PACKAGE, "settle.lua")
+_renew = LuaScript(_PACKAGE, "renew.lua")
+
+_LIMIT_TEXT = {
+    LimitName.REQUESTS: "requests a minute",
+    LimitName.TOKENS: "tokens a minute",
+    LimitName.CONCURRENT: "requests at once",
+}
+
+
+class RedisAdmission:
+    """`Admission` in Valkey or Redis. `clock` replaces the store's own; only tests move time."""
+
+    def __init__(self, redis: Redis, *, clock: Clock | None = None) -> None:
+        self._redis = redis
+        self._clock = clock
+        self._withdrawals: set[asyncio.Task[None]] = set()
+
+    async def admit(
+        self, caller: Caller, request_id: RequestId, limits: Limits, *, input_tokens: int, reserve_tokens: int
+    ) -> Admitted:
+        """See `Admission.admit`. A cancelled call leaves nothing counted once the withdrawal has run."""
+        assert 0 <= input_tokens <= reserve_tokens, "the reservation includes the prompt"
+        tenant_id = caller.tenant_id
+        keys = [
+            redis_names.alive_keys(tenant_id),
+            redis_names.meters(tenant_id),
+            redis_names.concurrency_leases(tenant_id),
+            redis_names.ticket(tenant_id, request_id),
+            redis_names.budget_spent(tenant_id),
+        ]
+        rates = [_or_none(limits.requests_per_minute), _or_none(limits.tokens_per_minute)]
+        asked = [*rates, _or_none(limits.concurrent_requests), reserve_tokens]
+        times = [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now()]
+        try:
+            answer = await _admit(self._redis, keys, [caller.key_hash, request_id, *asked, *times])
+        except (asyncio.CancelledError, Unavailable):
+            self._withdraw_soon(tenant_id, request_id)
+            raise
+        return _admitted(answer, tenant_id, request_id, limits, reserve_tokens)
+
+    async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
+        """See `Admission.settle`."""
+        await self._end(admitted.tenant_id, admitted.ticket, used_tokens, withdraw=False)
+
+    async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
+        """Undo an admission entirely, the request count too, even one still on its way. Idempotent.
+
+        Raises Unavailable."""
+        await self._end(tenant_id, request_id, 0, withdraw=True)
+
+    async def renew(self, held: Sequence[Admitted]) -> None:
+        """See `Admission.renew`. One round trip; each tenant's leases are renewed atomically."""
+        by_tenant: dict[TenantId, list[RequestId]] = defaultdict(list)
+        for admitted in held:
+            by_tenant[admitted.tenant_id].append(admitted.ticket)
+        if not by_tenant:
+            return
+        calls = []
+        for tenant_id, requests in by_tenant.items():
+            tickets = [redis_names.ticket(tenant_id, request_id) for request_id in requests]
+            keys = [redis_names.concurrency_leases(tenant_id), *tickets]
+            calls.append((keys, [LEASE_MS, TICKET_MS, self._now(), *requests]))
+        await _renew.each(self._redis, calls)
+
+    async def aclose(self) -> None:
+        """Wait (bounded) for withdrawals that are still running."""
+        if self._withdrawals:
+            await asyncio.wait(set(self._withdrawals), timeout=WITHDRAW_TIMEOUT_S)
+
+    async def _end(self, tenant_id: TenantId, request_id: RequestId, used_tokens: int, *, withdraw: bool) -> None:
+        keys = [
+            redis_names.meters(tenant_id),
+            redis_names.concurrency_leases(tenant_id),
+            redis_names.ticket(tenant_id, request_id),
+        ]
+        await _settle(self._redis, keys, [request_id, used_tokens, int(withdraw), ENDED_MS, self._now()])
+
+    def _withdraw_soon(self, tenant_id: TenantId, request_id: RequestId) -> None:
+        task = asyncio.create_task(self._withdraw_once(tenant_id, request_id), name="admission_withdrawal")
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawals.discard)
+
+    async def _withdraw_once(self, tenant_id: TenantId, request_id: RequestId) -> None:
+        # Once: if the store is still away, the lease runs out by itself and the tokens drain within the minute.
+        with suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                await self.withdraw(tenant_id, request_id)
+
+    def _now(self) -> str | int:
+        return "" if self._clock is None else self._clock.now_ms()
+
+
+def _or_none(limit: int | None) -> int:
+    return -1 if limit is None else limit
+
+
+def _admitted(
+    answer: list[Any], tenant_id: TenantId, request_id: RequestId, limits: Limits, reserve_tokens: int
+) -> Admitted:
+    if answer[0] != b"taken":
+        raise _refusal(answer, limits)
+    _, left_requests, left_tokens, reset_requests_ms, reset_tokens_ms = answer
+    return Admitted(
+        ticket=request_id,
+        tenant_id=tenant_id,
+        reserved_tokens=reserve_tokens,
+        remaining_requests=None if left_requests < 0 else left_requests,
+        remaining_tokens=None if left_tokens < 0 else left_tokens,
+        reset_requests_ms=reset_requests_ms,
+        reset_tokens_ms=reset_tokens_ms,
+    )
+
+
+def _refusal(answer: list[Any], limits: Limits) -> RoundhouseError:
+    match answer[0]:
+        case b"key":
+            return Unauthenticated("the API key is not valid")
+        case b"budget":
+            return BudgetExhausted("the budget of this account is spent")
+        case b"ended":
+            return Conflict("this request id was used before")
+        case b"refused":
+            return limit_exceeded(LimitName(answer[1].decode()), answer[2], limits)
+    raise AssertionError(f"admission.lua answered {answer[0]!r}")
+
+
+def limit_exceeded(limit: LimitName, wait_ms: int, limits: Limits) -> LimitExceeded:
+    """The refusal as callers see it; `wait_ms` below 0 means that waiting does not help."""
+    value = getattr(limits, limit.value)
+    if wait_ms < 0:
+        return LimitExceeded(f"this request alone is more than the limit of {value} {_LIMIT_TEXT[limit]}")
+    return LimitExceeded(f"the limit of {value} {_LIMIT_TEXT[limit]} is reached", retry_after_ms=wait_ms)

@@ -1,0 +1,67 @@
+"""What the operators' operations need of the world, beside the ports of requests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from roundhouse.vocabulary import KeyId, ModelName, NodeId, TenantId
+from roundhouse.wire.v1 import loading_pb2
+from services.gateway.domain.keys import KeyRecord
+
+
+class KeyRegistry(Protocol):
+    """Where keys are made and ended."""
+
+    async def add(self, record: KeyRecord) -> None:
+        """Make the key work from now on, everywhere. Idempotent by key id. Raises Unavailable."""
+        ...
+
+    async def revoke(self, key_id: KeyId, now_ms: int) -> KeyRecord:
+        """End a key at once, everywhere (case B06). Idempotent. Raises NotFound, Unavailable."""
+        ...
+
+    async def of_tenant(self, tenant_id: TenantId) -> list[KeyRecord]:
+        """Every key of a tenant, ended ones too, oldest first. Raises Unavailable."""
+        ...
+
+
+class AuditTrail(Protocol):
+    """Tells operators who changed what."""
+
+    async def record(
+        self, what: str, *, actor: KeyId, subject: str, reason: str = "", details: Mapping[str, str] | None = None
+    ) -> None:
+        """Write one event. Never raises for a missing bus: what was done stays done, and the log has it."""
+        ...
+
+
+class NodeStates(Protocol):
+    """What the nodes say of themselves."""
+
+    async def all(self) -> Sequence[loading_pb2.NodeState]:
+        """The newest state of every node that is alive, by node id. Raises Unavailable."""
+        ...
+
+
+class NodeLoader(Protocol):
+    """The loaders, for what an operator asks for by hand."""
+
+    async def load(self, node: loading_pb2.NodeState, model: ModelName, digest: str, *, timeout_ms: int) -> None:
+        """Make a version ready on a node. Raises CapacityExhausted, InvalidInput, DeadlinePassed, Unavailable."""
+        ...
+
+    async def unload(self, node: loading_pb2.NodeState, model: ModelName, digest: str, *, timeout_ms: int) -> bool:
+        """Drain and unload; whether it was loaded. Raises DeadlinePassed, Unavailable."""
+        ...
+
+
+class UsageQueries(Protocol):
+    """Metering's query interface."""
+
+    async def usage(self, parameters: Mapping[str, str]) -> object:
+        """The JSON that metering answers for these query parameters. Raises InvalidInput, Unavailable."""
+        ...
+
+
+def node_id(state: loading_pb2.NodeState) -> NodeId:
+    """The node that a state is about."""
+    return NodeId(state.node_id)
