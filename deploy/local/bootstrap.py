@@ -1,0 +1,62 @@
+"""Brings a served cluster to its first use: a catalogue and one key for each demo tenant.
+
+Everything goes through the admin API, as an operator would do it. Idempotent: a catalogue that is there and keys that
+are kept stay as they are.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.local.admin_client import AdminClient
+from deploy.local.cluster import RunningCluster
+from deploy.local.home import ClusterProblem, Home
+
+DEMO_TENANTS = ("acme", "globex")
+
+Step = Callable[[str, int, int], None]
+
+
+async def bootstrap(cluster: RunningCluster, catalogue: Path | None, step: Step) -> AdminClient:
+    """Apply `catalogue` (None: the demo catalogue, if none was applied before) and make the demo keys.
+
+    Returns the admin client, to be closed by the caller. Raises ClusterProblem with what the admin API said."""
+    admin = AdminClient(cluster.plan.admin_url, cluster.secrets.admin_key)
+    try:
+        declaration = catalogue
+        if declaration is None and await admin.generation() == 0:
+            declaration = await demo_catalogue(cluster.home, step)
+        if declaration is not None:
+            step("catalogue", 0, 1)
+            await admin.apply(declaration)
+            step("catalogue", 1, 1)
+        await _keep_keys(cluster, admin, step)
+    except BaseException:
+        await admin.close()
+        raise
+    return admin
+
+
+async def demo_catalogue(home: Home, step: Step) -> Path:
+    """The demo catalogue's file, generated with its models on first use."""
+    declaration = home.models / "catalogue.yaml"
+    if not declaration.exists():
+        from engines.demo_models import write_demo_models
+
+        partial = home.models.with_suffix(".partial")
+        await asyncio.to_thread(write_demo_models, partial, lambda done, total: step("demo models", done, total))
+        partial.rename(home.models)
+    return declaration
+
+
+async def _keep_keys(cluster: RunningCluster, admin: AdminClient, step: Step) -> None:
+    wanted = [tenant for tenant in DEMO_TENANTS if tenant in await admin.tenants()]
+    missing = [tenant for tenant in wanted if tenant not in cluster.secrets.tenant_keys]
+    for number, tenant in enumerate(missing, start=1):
+        step("keys", number - 1, len(missing))
+        cluster.secrets.tenant_keys[tenant] = await admin.create_key(tenant)
+        cluster.home.write_secrets(cluster.secrets)
+        step("keys", number, len(missing))
+
+
+__all__ = ["DEMO_TENANTS", "ClusterProblem", "bootstrap", "demo_catalogue"]
