@@ -40,9 +40,11 @@ def open_redis(url: str, *, connections_max: int = CONNECTIONS_MAX) -> Redis:
 class LuaScript:
     """One script, kept as a `.lua` file beside the adapter that calls it."""
 
-    def __init__(self, package: str, name: str) -> None:
+    def __init__(self, package: str, name: str, *, prelude: str = "") -> None:
+        """Read `name` from `package`; `prelude` is a file put before it, for steps that several scripts share."""
         self.name = name
-        self._text = resources.files(package).joinpath(name).read_text()
+        files = [resources.files(package).joinpath(each) for each in (prelude, name) if each]
+        self._text = "\n".join(file.read_text() for file in files)
         self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Redis, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
