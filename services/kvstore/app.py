@@ -1,0 +1,98 @@
+"""Puts one kvstore together: arena, table, gRPC for the engines, block events for the schedulers.
+
+Order of start: the arena first (whole, or not at all), then gRPC. NATS is not waited for: without it the blocks are
+served all the same, nobody hears of them, and readiness says so.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import structlog
+
+from roundhouse import telemetry
+from roundhouse.clock import Clock, SystemClock
+from roundhouse.errors import Unavailable
+from roundhouse.event_bus import EventBus, NatsBus
+from roundhouse.grpc_edge import GrpcServer
+from roundhouse.lifecycle import Application, Lifecycle
+from roundhouse.ops_server import Readiness, serve_ops
+from roundhouse.wire.v1 import kv_pb2_grpc
+from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer
+from services.kvstore.adapters.metrics import table_metrics
+from services.kvstore.adapters.shm_arena import shm_arena
+from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.slot_arena import SlotArena
+from services.kvstore.operations.announce_changes import ChangeAnnouncer
+from services.kvstore.operations.serve_blocks import BlockService
+from services.kvstore.settings import KvStoreSettings
+
+log = structlog.get_logger(__name__)
+
+EXPIRY_INTERVAL_MS = 100  # how long memory of a dead client stays held after its lease, if nobody calls meanwhile
+ANNOUNCE_INTERVAL_MS = 100  # placement may lag this far behind; one message a turn instead of one a block
+STOP_GRACE_S_MAX = 2.0  # calls take milliseconds
+
+
+class _BusLink:
+    """The bus once it is there; None until then."""
+
+    def __init__(self, settings: KvStoreSettings, bus: EventBus | None) -> None:
+        self.bus = bus
+        self._owned: NatsBus | None = None
+        self._settings = settings
+
+    async def connect(self) -> None:
+        """Try until the server answers, then end."""
+        while self.bus is None:
+            try:
+                name = f"kvstore-{self._settings.node_id}"
+                self._owned = self.bus = await NatsBus.connect(self._settings.nats_url, name=name)
+            except Unavailable as error:
+                log.warning("bus_not_there", text=error.message)
+                await asyncio.sleep(1)
+
+    async def close(self) -> None:
+        """Disconnect what `connect` made."""
+        if self._owned is not None:
+            await self._owned.close()
+
+
+def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock: Clock | None = None) -> Application:
+    """The kvstore of one node. Tests may pass a bus and a clock. Starting raises Unavailable (arena, port)."""
+
+    @asynccontextmanager
+    async def run(lifecycle: Lifecycle) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            incarnation = uuid.uuid4().hex
+            maker = shm_arena(settings.arena_file, settings.arena_bytes)
+            arena = await asyncio.to_thread(stack.enter_context, maker)
+            table = BlockTable(SlotArena(settings.arena_bytes, settings.slot_bytes), incarnation)
+            service = BlockService(table, arena, clock or SystemClock())
+            stack.enter_context(table_metrics(telemetry.REGISTRY, service.statistics, settings.slot_bytes))
+
+            server = GrpcServer()
+            servicer = KvStoreServicer(service, arena, slot_bytes=settings.slot_bytes, incarnation=incarnation)
+            kv_pb2_grpc.add_KvStoreServicer_to_server(servicer, server.server)
+            port = await server.start(settings.bind_host, settings.grpc_port, [SERVICE_NAME])
+            stack.push_async_callback(server.stop, min(settings.drain_seconds, STOP_GRACE_S_MAX))
+
+            link = _BusLink(settings, bus)
+            stack.push_async_callback(link.close)
+            lifecycle.spawn(link.connect(), "bus")
+            announcer = ChangeAnnouncer(settings.node_id, incarnation)
+            readiness = Readiness("nats")
+
+            async def announce() -> None:
+                connected = link.bus is not None and link.bus.connected
+                readiness.set("nats", reason=None if connected else "NATS does not answer")
+                await announcer.announce(service.take_changes(), link.bus)
+
+            lifecycle.every(EXPIRY_INTERVAL_MS, service.expire_leases, "expire leases")
+            lifecycle.every(ANNOUNCE_INTERVAL_MS, announce, "announce blocks")
+            ops_port = await stack.enter_async_context(serve_ops(readiness, settings.bind_host, settings.ops_port))
+            log.info("kvstore_ready", grpc_port=port, ops_port=ops_port, arena_bytes=arena.nbytes)
+            yield
+
+    return run

@@ -1,0 +1,24 @@
+"""What a kvstore needs to know of its node. Read once, at start, from the environment."""
+
+from pydantic import Field
+
+from roundhouse.environment import ServiceSettings
+
+MIB = 1024 * 1024
+
+
+class KvStoreSettings(ServiceSettings):
+    """Settings of one node's kvstore; each field is `ROUNDHOUSE_<FIELD>`."""
+
+    node_id: str = Field(min_length=1, description="unique name of the node")
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="port for the node's engines; 0 picks a free one")
+    arena_path: str = Field(
+        default="", description="file of the arena, in memory; empty = /dev/shm/roundhouse-kv-<INSTANCE_ID>"
+    )
+    arena_bytes: int = Field(default=256 * MIB, gt=0, description="size of the arena, taken whole at start")
+    slot_bytes: int = Field(default=4096, ge=64, description="smallest slot, bytes; a page keeps copies aligned")
+
+    @property
+    def arena_file(self) -> str:
+        """Where the arena is."""
+        return self.arena_path or f"/dev/shm/roundhouse-kv-{self.instance_id}"  # noqa: S108 - memory shared on purpose

@@ -1,0 +1,1 @@
+"""The kvstore's edges: shared memory, gRPC, metrics."""

@@ -1,0 +1,1 @@
+"""What the kvstore does, over its ports."""

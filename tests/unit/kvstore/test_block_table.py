@@ -186,7 +186,7 @@ def test_a_block_whose_bytes_changed_is_dropped_with_all_below_it() -> None:
 
 
 def test_an_extent_changes_its_class_when_all_of_it_is_older() -> None:
-    """Two extents of 2 units: two small blocks (old), one large (new). A second large one takes the small ones' place."""
+    """Extents of 2 units: two small blocks (old), one large (new). Another large one takes the small ones' place."""
     table = table_of(4, extent_units=2)
     store(table, chain("s", 1))
     store(table, chain("t", 1))

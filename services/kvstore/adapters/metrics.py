@@ -1,0 +1,50 @@
+"""The block table's counts as Prometheus series, read when scraped. No labels from callers (invariant 17)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.kvstore.domain.records import TableStatistics
+
+
+class _TableCollector(Collector):
+    def __init__(self, statistics: Callable[[], TableStatistics], slot_bytes: int) -> None:
+        self._statistics = statistics
+        self._slot_bytes = slot_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._statistics()
+        memory = GaugeMetricFamily("roundhouse_kv_arena_bytes", "Arena bytes; free + held = all.", labels=["state"])
+        for state, units in (
+            ("free", counts.units_free),
+            ("held", counts.units_held),
+            ("leased", counts.units_leased),
+        ):
+            memory.add_metric([state], units * self._slot_bytes)
+        yield memory
+        yield GaugeMetricFamily("roundhouse_kv_blocks", "Blocks that can be found.", value=counts.blocks)
+        yield GaugeMetricFamily("roundhouse_kv_leases", "Open leases to read or to write.", value=counts.leases)
+        for name, text, value in (
+            ("hits", "Blocks asked for and found.", counts.hits),
+            ("misses", "Blocks asked for and not found.", counts.misses),
+            ("evictions", "Blocks dropped to make room.", counts.evictions),
+            ("corrupt", "Blocks whose bytes did not match their checksum.", counts.corrupt),
+            ("leases_expired", "Leases that ended by time.", counts.leases_expired),
+        ):
+            yield CounterMetricFamily(f"roundhouse_kv_{name}", text, value=value)
+
+
+@contextmanager
+def table_metrics(
+    registry: CollectorRegistry, statistics: Callable[[], TableStatistics], slot_bytes: int
+) -> Iterator[None]:
+    """Serve the counts in `registry` while the context is open."""
+    collector = _TableCollector(statistics, slot_bytes)
+    registry.register(collector)
+    try:
+        yield
+    finally:
+        registry.unregister(collector)
