@@ -1,0 +1,116 @@
+"""Composition root of metering: which adapter stands behind which port, and in what order they start and stop.
+
+Start: servers, ledger (migrated), bus, catalogue, work. Stop: the batch at hand is committed and acknowledged, then
+everything closes in reverse.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from roundhouse.catalogue.store import CatalogueReader
+from roundhouse.clock import Clock, SystemClock
+from roundhouse.event_bus import NatsBus, connect_bus
+from roundhouse.lifecycle import Application, Lifecycle
+from roundhouse.ops_server import Readiness, serve_http, serve_ops
+from roundhouse.redis_edge import open_redis
+from services.metering.adapters.billing_stream import JetStreamBilling
+from services.metering.adapters.observation import ProcessObserver
+from services.metering.adapters.sql_ledger import SqlLedger
+from services.metering.adapters.usage_api import usage_api
+from services.metering.adapters.usage_stream import JetStreamUsage
+from services.metering.operations.publishing import Publisher
+from services.metering.operations.recording import Recorder
+from services.metering.operations.watching import Watch
+from services.metering.ports import PriceSource
+from services.metering.settings import MeteringSettings
+
+log = structlog.get_logger(__name__)
+
+CONDITIONS_MS: Final = 250  # a lost bus shows in readiness before the next probe of any orchestrator
+GAUGES_MS: Final = 2_000  # well below the scrape interval of Prometheus
+
+
+@dataclass(slots=True)
+class Parts:
+    """What tests may put in place of the real thing, and where they read the ports."""
+
+    clock: Clock = field(default_factory=SystemClock)
+    prices: PriceSource | None = None
+    ops_port: int = 0
+    http_port: int = 0
+
+
+def application(settings: MeteringSettings, parts: Parts | None = None) -> Application:
+    """The service. `parts` replaces the clock and the prices, and receives the bound ports."""
+    using = parts or Parts()
+
+    @asynccontextmanager
+    async def running(lifecycle: Lifecycle) -> AsyncIterator[None]:
+        readiness = Readiness("ledger", "recording", "nats", "usage_stream", "catalogue")
+        async with AsyncExitStack() as stack:
+            using.ops_port = await stack.enter_async_context(
+                serve_ops(readiness, settings.bind_host, settings.ops_port)
+            )
+            ledger = await SqlLedger.open(settings.ledger_url)
+            stack.push_async_callback(ledger.close)
+            using.http_port = await stack.enter_async_context(
+                serve_http(usage_api(ledger), settings.bind_host, settings.http_port)
+            )
+            bus = await connect_bus(settings.nats_url, name=f"metering-{settings.instance_id}")
+            stack.push_async_callback(bus.close)
+            prices = using.prices or await _catalogue(settings, bus, lifecycle, stack)
+            observer = ProcessObserver(readiness)
+            stream = JetStreamUsage(bus)
+            recorder = Recorder(stream, ledger, prices, using.clock, observer)
+            publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
+            watch = Watch(bus, stream, ledger, prices, observer)
+            lifecycle.every(CONDITIONS_MS, watch.conditions, "metering_conditions")
+            lifecycle.every(GAUGES_MS, watch.gauges, "metering_gauges")
+            await stack.enter_async_context(_working(lifecycle, recorder, publisher, settings.drain_seconds))
+            log.info("metering_started", http_port=using.http_port, ops_port=using.ops_port)
+            yield
+
+    return running
+
+
+@asynccontextmanager
+async def _working(
+    lifecycle: Lifecycle, recorder: Recorder, publisher: Publisher, drain_seconds: float
+) -> AsyncIterator[None]:
+    """Record and publish while open; leaving waits until the batch at hand is in the ledger and acknowledged."""
+    stopping, finished = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(recorder.run(stopping), name="recorder")
+                tasks.create_task(publisher.run(stopping, recorder.appended), name="publisher")
+        finally:
+            finished.set()
+
+    lifecycle.spawn(work(), "metering")
+    try:
+        yield
+    finally:
+        stopping.set()
+        recorder.appended.set()
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await finished.wait()
+        except TimeoutError:
+            log.warning("metering_not_drained", seconds=drain_seconds)  # unacknowledged events come again
+
+
+async def _catalogue(
+    settings: MeteringSettings, bus: NatsBus, lifecycle: Lifecycle, stack: AsyncExitStack
+) -> PriceSource:
+    redis = open_redis(settings.redis_url)
+    stack.push_async_callback(redis.aclose)
+    reader = CatalogueReader(redis, bus)
+    await reader.start(lifecycle)
+    return reader

@@ -1,0 +1,142 @@
+"""What metering's operations need of the world. Adapters implement these; tests pass fakes.
+
+Each fake passes the contract suite of the real adapter (`tests/contract/test_ledger.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from roundhouse.catalogue.records import Catalogue
+from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
+from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
+from services.metering.domain.usage import UsageFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """One event that was put aside. `fingerprint` is the SHA-256 of its subject and bytes, hex."""
+
+    fingerprint: str
+    raw: RawEvent
+    reason: str
+    first_seen_ms: int
+    replayed_ms: int | None
+
+
+class Ledger(Protocol):
+    """Rows of usage, each event once. Every method raises Unavailable while the database is away."""
+
+    async def append(self, items: Sequence[Candidate | Rejected], *, now_ms: int) -> Sequence[Result]:
+        """Record a batch by the rules of `domain.ledger`, all in one transaction; one result an item, in order.
+
+        Durable when it returns. Idempotent. Cancelled: it may or may not have happened. Raises InvalidInput if the
+        database refuses a value of some item; then nothing of the batch is recorded."""
+        ...
+
+    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
+        """The next rows for the billing stream, oldest first; none while another holder's lease runs."""
+        ...
+
+    async def mark_published(self, holder: str, *, sequence: int) -> None:
+        """The billing stream has every row up to `sequence`. Idempotent; ignored if the holder lost its lease."""
+        ...
+
+    async def unpublished(self) -> int:
+        """How many rows the billing stream does not have yet."""
+        ...
+
+    async def groups(
+        self, where: UsageFilter, by: Sequence[Dimension], *, after: GroupKey | None, limit: int
+    ) -> GroupPage:
+        """Sums by group and currency, in the order of the group keys (texts by code point)."""
+        ...
+
+    async def rows(self, where: UsageFilter, *, after: int | None, limit: int) -> RowPage:
+        """Single rows that nothing supersedes, in ledger order."""
+        ...
+
+    async def reconcile(self, where: UsageFilter) -> Reconciliation:
+        """Totals, as of one instant."""
+        ...
+
+    async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
+        """Events put aside and not replayed yet, oldest first."""
+        ...
+
+    async def mark_replayed(self, fingerprint: str, *, now_ms: int) -> None:
+        """The event was recorded after all. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message of the usage stream, decoded. `payload` is a text (the reason) if it cannot be read.
+
+    `token` is the adapter's own, for acknowledging."""
+
+    payload: UsageFacts | str
+    raw: RawEvent
+    token: object
+
+
+class UsageStream(Protocol):
+    """The durable consumer of usage events."""
+
+    async def pull(self, *, limit: int) -> Sequence[Delivery]:
+        """Up to `limit` messages, as soon as there is one; none after about a second without any.
+
+        Makes what a restarted server forgot again. Raises Unavailable while the bus is away."""
+        ...
+
+    async def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+        """Never deliver these again. Call after the effect is durable. A lost acknowledgement means a duplicate."""
+        ...
+
+    async def pending(self) -> int:
+        """Messages that wait in the stream or are not acknowledged. Raises Unavailable."""
+        ...
+
+
+class BillingStream(Protocol):
+    """Where rated records go."""
+
+    async def publish(self, rows: Sequence[LedgerRow]) -> int:
+        """Publish rows in order; the sequence up to which the stream has all of them. Raises Unavailable if none.
+
+        A row never enters the stream before its predecessor. Idempotent by the rows' idempotency keys."""
+        ...
+
+
+class PriceSource(Protocol):
+    """The catalogue, for its prices. `roundhouse.catalogue.store.CatalogueReader` is one."""
+
+    @property
+    def current(self) -> Catalogue:
+        """The newest generation that is known; generation 0 = none. Never waits."""
+        ...
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why nothing is known yet; None once the store was read."""
+        ...
+
+
+class Observer(Protocol):
+    """Who is told what happens: metrics and readiness."""
+
+    def recorded(self, results: Sequence[Result], *, commit_ms: int) -> None:
+        """One batch is durable."""
+        ...
+
+    def pending(self, events: int) -> None:
+        """How many events wait in the usage stream."""
+        ...
+
+    def unpublished(self, rows: int) -> None:
+        """How many rows the billing stream does not have yet."""
+        ...
+
+    def condition(self, name: str, *, reason: str | None) -> None:
+        """A condition of readiness holds (`reason` None) or why it does not."""
+        ...

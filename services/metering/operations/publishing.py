@@ -1,0 +1,64 @@
+"""From the ledger to the billing stream: every row at least once, in ledger order, after its commit.
+
+The ledger remembers how far it got, so a crash repeats records but never skips one. One process publishes at a time, by
+a lease in the ledger; the others stand by.
+"""
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from roundhouse.clock import Clock
+from roundhouse.errors import Unavailable
+from services.metering.ports import BillingStream, Ledger
+
+log = structlog.get_logger(__name__)
+
+WINDOW_ROWS: Final = 256  # in flight at once: enough to hide the round trip
+LEASE_MS: Final = 15_000  # several times the longest wait for one window
+IDLE_MS: Final = 1_000  # how soon rows that another process appended are seen
+
+
+class Publisher:
+    """Publishes what the ledger holds and the billing stream does not."""
+
+    def __init__(self, ledger: Ledger, billing: BillingStream, clock: Clock, *, holder: str) -> None:
+        self._ledger = ledger
+        self._billing = billing
+        self._clock = clock
+        self._holder = holder
+
+    async def run(self, stopping: asyncio.Event, appended: asyncio.Event) -> None:
+        """Work until `stopping` is set. Cancelled at any point: the next run goes on, perhaps repeating a window."""
+        while not stopping.is_set():
+            appended.clear()
+            if not await self._turn_or_report():
+                await _wait(appended, IDLE_MS)
+
+    async def turn(self) -> int:
+        """Publish one window; how many rows were published. Raises Unavailable."""
+        rows = await self._ledger.claim_unpublished(
+            self._holder, now_ms=self._clock.now_ms(), lease_ms=LEASE_MS, limit=WINDOW_ROWS
+        )
+        if not rows:
+            return 0
+        last = await self._billing.publish(rows)
+        await self._ledger.mark_published(self._holder, sequence=last)
+        return last - rows[0].sequence + 1
+
+    async def _turn_or_report(self) -> int:
+        try:
+            published = await self.turn()
+        except Unavailable as error:
+            log.warning("billing_not_published", reason=error.message)
+            return 0
+        return published
+
+
+async def _wait(event: asyncio.Event, timeout_ms: int) -> None:
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,134 @@
+"""From the usage stream into the ledger: pull, rate, append, and only then acknowledge.
+
+One task pulls the next batch while another records the one before. A batch is as large as what came while the last
+commit ran, so commits grow with the load by themselves. While the ledger is away a batch is kept and tried again; its
+events stay unacknowledged in the stream (invariant 14). It publishes nothing: `publishing` does.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from decimal import InvalidOperation
+from typing import Final
+
+import structlog
+
+from roundhouse.catalogue.records import Catalogue
+from roundhouse.clock import Clock
+from roundhouse.errors import InvalidInput, Unavailable
+from services.metering.domain.ledger import Candidate, RawEvent, Rejected, Result
+from services.metering.domain.rating import price_of, rate
+from services.metering.domain.usage import UsageFacts, fault_of
+from services.metering.ports import Delivery, Ledger, Observer, PriceSource, UsageStream
+
+log = structlog.get_logger(__name__)
+
+BATCH_EVENTS: Final = 256  # where a larger batch stops paying: the commit is then a few percent of the work
+RETRY_MS_FIRST: Final = 100
+RETRY_MS_MAX: Final = 5_000
+
+
+class Recorder:
+    """Moves events from the stream to the ledger until told to stop."""
+
+    def __init__(
+        self, stream: UsageStream, ledger: Ledger, prices: PriceSource, clock: Clock, observer: Observer
+    ) -> None:
+        self._stream = stream
+        self._ledger = ledger
+        self._prices = prices
+        self._clock = clock
+        self._observer = observer
+        self.appended = asyncio.Event()
+        """Set whenever rows were appended, for whoever publishes them."""
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Work until `stopping` is set; the batch at hand is finished. Cancelled: what was committed comes again."""
+        self._observer.condition("recording", reason=None)
+        batches: asyncio.Queue[Sequence[Delivery]] = asyncio.Queue(1)
+        async with asyncio.TaskGroup() as tasks:
+            puller = tasks.create_task(self._pull(batches, stopping), name="usage-pull")
+            while batch := await batches.get():
+                if not await self._record(batch, stopping):
+                    break
+            puller.cancel()
+
+    async def _pull(self, batches: asyncio.Queue[Sequence[Delivery]], stopping: asyncio.Event) -> None:
+        wait_ms = RETRY_MS_FIRST
+        while not stopping.is_set():
+            try:
+                batch = await self._stream.pull(limit=BATCH_EVENTS)
+            except Unavailable as error:
+                self._observer.condition("usage_stream", reason=error.message)
+                await self._clock.sleep_ms(wait_ms)
+                wait_ms = min(wait_ms * 2, RETRY_MS_MAX // 5)
+                continue
+            wait_ms = RETRY_MS_FIRST
+            self._observer.condition("usage_stream", reason=None)
+            if batch:
+                await batches.put(batch)
+        await batches.put(())
+
+    async def _record(self, batch: Sequence[Delivery], stopping: asyncio.Event) -> bool:
+        """Record one batch, however long the ledger is away; false if told to stop before it was recorded."""
+        wait_ms = RETRY_MS_FIRST
+        while True:
+            try:
+                await self._record_once(batch)
+            except Unavailable as error:
+                self._observer.condition("recording", reason=error.message)
+                log.warning("usage_not_recorded", reason=error.message, events=len(batch))
+            else:
+                self._observer.condition("recording", reason=None)
+                return True
+            if stopping.is_set():
+                return False
+            await self._clock.sleep_ms(wait_ms)
+            wait_ms = min(wait_ms * 2, RETRY_MS_MAX)
+
+    async def _record_once(self, batch: Sequence[Delivery]) -> None:
+        catalogue = self._prices.current
+        if not catalogue.generation:
+            # Rating without any catalogue would book every amount as 0. Nobody can have called a model yet.
+            raise Unavailable("events wait for the first catalogue")
+        started_ms = self._clock.monotonic_ms()
+        items = [rated_item(delivery.payload, delivery.raw, catalogue) for delivery in batch]
+        results = await append_dividing(self._ledger, items, now_ms=self._clock.now_ms())
+        self._observer.recorded(results, commit_ms=self._clock.monotonic_ms() - started_ms)
+        self.appended.set()
+        _log_quarantined(results)
+        try:
+            await self._stream.acknowledge(batch)
+        except Unavailable as error:
+            log.info("usage_not_acknowledged", reason=error.message)  # it comes again, as duplicates
+
+
+def rated_item(payload: UsageFacts | str, raw: RawEvent, catalogue: Catalogue) -> Candidate | Rejected:
+    """What to append for one message: a rated candidate, or the reason why it can be none."""
+    if isinstance(payload, str):
+        return Rejected(raw, payload)
+    fault = fault_of(payload)
+    if fault is not None:
+        return Rejected(raw, fault)
+    price = price_of(catalogue, payload)
+    try:
+        return Candidate(payload, rate(payload, price), raw)
+    except InvalidOperation:
+        return Rejected(raw, f"a price of {price.id if price else ''!r} is no decimal number")
+
+
+async def append_dividing(ledger: Ledger, items: Sequence[Candidate | Rejected], *, now_ms: int) -> Sequence[Result]:
+    """Append; if the database refuses a value, halve until the item is found, and put it aside. Raises Unavailable."""
+    try:
+        return await ledger.append(items, now_ms=now_ms)
+    except InvalidInput as error:
+        if len(items) == 1:
+            return await ledger.append([Rejected(items[0].raw, error.message)], now_ms=now_ms)
+    middle = len(items) // 2
+    first = await append_dividing(ledger, items[:middle], now_ms=now_ms)
+    return [*first, *await append_dividing(ledger, items[middle:], now_ms=now_ms)]
+
+
+def _log_quarantined(results: Sequence[Result]) -> None:
+    count = sum(result is Result.QUARANTINED for result in results)
+    if count:
+        log.warning("usage_quarantined", events=count)
