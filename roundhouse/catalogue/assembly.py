@@ -1,0 +1,158 @@
+"""A checked declaration → a catalogue, by reading the files it names: digests, sizes, context lengths.
+
+Blocking; run it in a thread. Files are read by a few threads at once: hashing leaves the interpreter lock, so this is
+as fast as the disk. The generation is set by whoever stores the result.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from roundhouse.catalogue import sizes
+from roundhouse.catalogue.declaration import Declaration, interface_of
+from roundhouse.catalogue.digests import DigestCache, Progress, version_digest
+from roundhouse.catalogue.problems import DeclarationRefused, Problem
+from roundhouse.catalogue.records import Adapter, Budget, Catalogue, Engine, Interface, Limits, Model, Price, Tenant
+from roundhouse.catalogue.shape import AdapterShape, ModelShape, PriceShape, TenantShape
+from roundhouse.catalogue.sizes import SizedVersion, SizeEstimator
+from roundhouse.catalogue.yaml_document import Path as Where
+from roundhouse.errors import InvalidInput, RoundhouseError
+from roundhouse.vocabulary import AdapterName, ModelName, PoolName, PriorityClass, TenantId
+
+READERS = 4  # enough to keep one NVMe drive busy, few enough to leave a small machine its cores
+
+Shape = TypeVar("Shape")
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True)
+class FileReading:
+    """How files are read: what is known of them already, how sizes are estimated, and who is told of progress."""
+
+    cache: DigestCache
+    estimate: SizeEstimator = sizes.device_bytes
+    progress: Progress | None = None
+
+
+def assemble(declaration: Declaration, reading: FileReading) -> Catalogue:
+    """The catalogue of a declaration, with generation 0. Raises DeclarationRefused, with every unreadable file."""
+    work = _Assembly(declaration, reading)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="digest") as pool:
+        models = list(pool.map(work.attempt(work.model), declaration.models.items()))
+        adapters = list(pool.map(work.attempt(work.adapter), declaration.adapters.items()))
+    tenants = [_tenant(shape) for shape in declaration.tenants.values()]
+    good_models, bad_models = _split(models)
+    good_adapters, bad_adapters = _split(adapters)
+    if bad_models or bad_adapters:
+        raise DeclarationRefused([*bad_models, *bad_adapters])
+    return Catalogue(
+        tenants={tenant.name: tenant for tenant in tenants},
+        models={model.name: model for model in good_models},
+        adapters={adapter.name: adapter for adapter in good_adapters},
+    )
+
+
+def _split(results: Sequence[Record | Problem]) -> tuple[list[Record], list[Problem]]:
+    problems = [result for result in results if isinstance(result, Problem)]
+    return [result for result in results if not isinstance(result, Problem)], problems
+
+
+class _Assembly:
+    def __init__(self, declaration: Declaration, reading: FileReading) -> None:
+        self._declaration = declaration
+        self._reading = reading
+
+    def attempt(self, make: Callable[[Shape], Record]) -> Callable[[tuple[Where, Shape]], Record | Problem]:
+        """`make`, with what goes wrong as a problem at the item's path."""
+
+        def run(item: tuple[Where, Shape]) -> Record | Problem:
+            where, shape = item
+            try:
+                return make(shape)
+            except RoundhouseError as error:
+                return self._declaration.refuse_at((*where, "source", "path"), error.message)
+
+        return run
+
+    def model(self, shape: ModelShape) -> Model:
+        path, engine = self._declaration.path_of(shape.source.path), Engine(shape.engine)
+        context = self._context_tokens(shape, path)
+        kv_tokens = shape.memory.kv_pool_tokens
+        kv_pool_tokens = kv_tokens if kv_tokens is not None else context * shape.slots
+        device = shape.memory.device
+        if device == "auto":
+            device = self._reading.estimate(SizedVersion(path, engine, kv_pool_tokens))
+        return Model(
+            name=ModelName(shape.name),
+            source_path=str(path),
+            engine=engine,
+            interface=Interface(interface_of(shape)),
+            digest=version_digest(path, cache=self._reading.cache, progress=self._reading.progress),
+            slots=shape.slots,
+            device_bytes=device,
+            kv_pool_tokens=kv_pool_tokens,
+            context_tokens=context,
+            tokenizer_path=self._tokenizer(shape, path),
+            pool=PoolName(shape.pool),
+            ttft_slo_ms=shape.slo.time_to_first_token_ms,
+            cold_start_slo_ms=shape.slo.cold_start_ms,
+            pinned=shape.residency.pinned,
+            min_replicas=shape.residency.min_replicas,
+            access=tuple(shape.access.tenants),
+            price=_price(shape.price, shape.name),
+        )
+
+    def adapter(self, shape: AdapterShape) -> Adapter:
+        path = self._declaration.path_of(shape.source.path)
+        return Adapter(
+            name=AdapterName(shape.name),
+            base=ModelName(shape.base),
+            source_path=str(path),
+            digest=version_digest(path, cache=self._reading.cache, progress=self._reading.progress),
+            tenant=None if shape.tenant is None else TenantId(shape.tenant),
+            price=_price(shape.price, shape.name),
+        )
+
+    def _context_tokens(self, shape: ModelShape, path: Path) -> int:
+        if interface_of(shape) != "llm":
+            return 0
+        if Engine(shape.engine) is Engine.TRITON:
+            assert shape.context_tokens is not None, "the declaration was checked"
+            return shape.context_tokens
+        positions = sizes.context_tokens(path)
+        if shape.context_tokens is not None and shape.context_tokens > positions:
+            raise InvalidInput(f"context_tokens {shape.context_tokens} is more than the model's {positions} positions")
+        return shape.context_tokens or positions
+
+    def _tokenizer(self, shape: ModelShape, path: Path) -> str:
+        if shape.tokenizer is not None:
+            given = self._declaration.path_of(shape.tokenizer)
+            return str(given.parent if given.is_file() else given)
+        return str(path) if interface_of(shape) == "llm" and (path / "tokenizer.json").is_file() else ""
+
+
+def _tenant(shape: TenantShape) -> Tenant:
+    budget = shape.budget
+    return Tenant(
+        name=TenantId(shape.name),
+        weight=shape.weight,
+        priority_class=PriorityClass(shape.priority_class),
+        limits=Limits(**shape.limits.model_dump()),
+        budget=None if budget is None else Budget(**budget.model_dump()),
+        isolation=shape.isolation,
+        models=tuple(shape.models),
+    )
+
+
+def _price(shape: PriceShape | None, name: str) -> Price | None:
+    if shape is None:
+        return None
+    return Price(
+        id=shape.id or name,
+        currency=shape.currency,
+        input=shape.input,
+        cached_input=shape.cached_input,
+        output=shape.output,
+    )
