@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploy.local.admin_client import AdminClient
 from deploy.local.cluster import RunningCluster
-from deploy.local.home import ClusterProblem, Home
+from deploy.local.home import Home
 
 DEMO_TENANTS = ("acme", "globex")
 
@@ -40,12 +40,13 @@ async def bootstrap(cluster: RunningCluster, catalogue: Path | None, step: Step)
 async def demo_catalogue(home: Home, step: Step) -> Path:
     """The demo catalogue's file, generated with its models on first use."""
     declaration = home.models / "catalogue.yaml"
-    if not declaration.exists():
+    if not declaration.exists():  # it is written last, so it stands for all models
         from engines.demo_models import write_demo_models
 
-        partial = home.models.with_suffix(".partial")
-        await asyncio.to_thread(write_demo_models, partial, lambda done, total: step("demo models", done, total))
-        partial.rename(home.models)
+        def progress(done: int, total: int, _: str) -> None:
+            step("demo models", done, total)
+
+        await asyncio.to_thread(write_demo_models, home.models, progress=progress)
     return declaration
 
 
@@ -57,6 +58,3 @@ async def _keep_keys(cluster: RunningCluster, admin: AdminClient, step: Step) ->
         cluster.secrets.tenant_keys[tenant] = await admin.create_key(tenant)
         cluster.home.write_secrets(cluster.secrets)
         step("keys", number, len(missing))
-
-
-__all__ = ["DEMO_TENANTS", "ClusterProblem", "bootstrap", "demo_catalogue"]

@@ -166,7 +166,6 @@ class _ServiceMaker:
         settings = {
             "LEDGER_URL": f"sqlite:///{self._home.data / 'ledger.sqlite3'}",
             "HTTP_PORT": str(port),
-            "GRPC_PORT": str(free_ports(1)[0]),
         }
         return [self.service("metering", "metering", Tier.MEMORY, port, settings)]
 
