@@ -1,0 +1,146 @@
+"""What the scheduler's operations need of the world. Adapters implement these; tests pass fakes.
+
+Each fake passes the contract suite of the real adapter.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from roundhouse.catalogue.records import Catalogue
+from roundhouse.vocabulary import GatewayId, NodeId, PoolName
+from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, usage_pb2
+from services.scheduler.domain.records import (
+    AttemptId,
+    Cancelled,
+    Drain,
+    Ending,
+    Enqueued,
+    Expired,
+    Finish,
+    InstanceKey,
+    LoadFailure,
+    Offer,
+    PoolState,
+    Progress,
+    QueueEntry,
+    RefusalReason,
+    Room,
+    Taken,
+    Ticket,
+    VersionKey,
+)
+from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder
+
+
+class SchedulingStore(Protocol):
+    """The queues of all pools, shared by all replicas. Every verb is atomic and decides as `FairQueue` does.
+
+    Every verb raises Unavailable if the store is away; then it may have happened or not, and repeating it is safe."""
+
+    async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
+        """Queue an attempt. A refusal changes nothing."""
+        ...
+
+    async def take(self, pool: PoolName, offers: Sequence[Offer], limit: int, now_ms: int) -> Taken:
+        """Grant up to `limit` requests on the offered instances."""
+        ...
+
+    async def finish(self, pool: PoolName, endings: Sequence[Ending], now_ms: int) -> tuple[Finish, ...]:
+        """Settle attempts; one answer each, in order."""
+        ...
+
+    async def cancel(self, pool: PoolName, attempt: AttemptId, now_ms: int) -> Cancelled:
+        """Take an attempt out of its queue."""
+        ...
+
+    async def renew(self, pool: PoolName, leases: Sequence[Progress], now_ms: int) -> tuple[AttemptId, ...]:
+        """Extend leases; returns those that are not held."""
+        ...
+
+    async def expire(self, pool: PoolName, now_ms: int) -> Expired:
+        """Refuse overdue requests and settle lapsed leases."""
+        ...
+
+    async def refuse(
+        self, pool: PoolName, version: VersionKey, before_ms: int, reason: RefusalReason, message: str, now_ms: int
+    ) -> tuple[Ticket, ...]:
+        """Refuse what waits for a version with a deadline before `before_ms`."""
+        ...
+
+    async def claim_due(self, pool: PoolName, now_ms: int) -> tuple[Ticket, ...]:
+        """What must be delivered again."""
+        ...
+
+    async def acknowledge(self, pool: PoolName, attempts: Sequence[AttemptId], now_ms: int) -> None:
+        """The message of each attempt arrived."""
+        ...
+
+    async def begin_drain(self, pool: PoolName, order: DrainOrder, now_ms: int) -> Drain:
+        """Close an instance for new grants."""
+        ...
+
+    async def clear_drain(self, pool: PoolName, instance: InstanceKey, now_ms: int) -> None:
+        """Open an instance again."""
+        ...
+
+    async def claim_load(self, pool: PoolName, order: ClaimOrder, now_ms: int) -> Claim:
+        """Claim the load of a version."""
+        ...
+
+    async def renew_load(self, pool: PoolName, version: VersionKey, owner: str, until_ms: int, now_ms: int) -> bool:
+        """Keep a claim; False if it was lost."""
+        ...
+
+    async def release_load(
+        self,
+        pool: PoolName,
+        version: VersionKey,
+        node_id: NodeId,
+        owner: str,
+        failure: LoadFailure | None,
+        now_ms: int,
+    ) -> None:
+        """End a claim and record how the load ended."""
+        ...
+
+    async def snapshot(self, pool: PoolName, now_ms: int) -> PoolState:
+        """Everything placement needs to know of the pool's queues."""
+        ...
+
+
+class CatalogueSource(Protocol):
+    """The catalogue as this process knows it."""
+
+    @property
+    def current(self) -> Catalogue:
+        """The newest generation seen."""
+        ...
+
+
+class LoaderFleet(Protocol):
+    """The loaders, by address."""
+
+    def ensure_loaded(
+        self, address: str, request: loading_pb2.EnsureLoadedRequest
+    ) -> AsyncIterator[loading_pb2.LoadProgress]:
+        """Stream progress; the last one is READY. Closing it leaves the load running.
+
+        Raises CapacityExhausted (does not fit now), InvalidInput (never fits that node), Conflict (older generation),
+        DeadlinePassed, Unavailable (the loader is away, or the load failed: the message says why)."""
+        ...
+
+
+class GatewayLink(Protocol):
+    """The gateways, by id."""
+
+    async def deliver(self, gateway_id: GatewayId, what: scheduling_pb2.GrantDelivery) -> scheduling_pb2.GrantAck:
+        """Deliver one grant or rejection. Raises Unavailable if the gateway does not answer in time."""
+        ...
+
+
+class UsageOutlet(Protocol):
+    """Where usage events go."""
+
+    async def publish(self, event: usage_pb2.UsageEvent) -> None:
+        """Hand an event to the stream; returns once it is stored. Raises Unavailable. Idempotent by event id."""
+        ...

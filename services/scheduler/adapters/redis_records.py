@@ -1,0 +1,113 @@
+"""How the scripts' replies become the domain's records, in one place. Layouts are those of `scripts/*.lua`."""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+from roundhouse.vocabulary import NodeId
+from services.scheduler.domain.records import (
+    CLASSES,
+    AttemptId,
+    DrainMark,
+    Enqueued,
+    InstanceKey,
+    Known,
+    LaneDepth,
+    LoadClaim,
+    LoadFailure,
+    PoolState,
+    Queued,
+    QueueFull,
+    Standing,
+    Ticket,
+    Tokens,
+    TooLate,
+    VersionKey,
+)
+from services.scheduler.domain.service import Policy
+
+
+def policy_argument(policy: Policy) -> str:
+    """The policy as the scripts read it: its numbers in the order of its fields."""
+    return ",".join(str(value) for value in astuple(policy))
+
+
+def enqueued(reply: Sequence[Any]) -> Enqueued:
+    """The answer of `enqueue.lua`."""
+    match reply[0]:
+        case b"known":
+            return Known(Standing(reply[1].decode()))
+        case b"full":
+            return QueueFull(int(reply[1]))
+        case b"late":
+            return TooLate(int(reply[1]))
+        case _:
+            return Queued(int(reply[1]), int(reply[2]))
+
+
+def tickets(replies: Sequence[Sequence[Any]]) -> tuple[Ticket, ...]:
+    """Tickets in the order of the reply."""
+    return tuple(_ticket(reply) for reply in replies)
+
+
+def _ticket(reply: Sequence[Any]) -> Ticket:
+    return Ticket(
+        attempt=AttemptId(reply[0].decode()),
+        standing=Standing(reply[1].decode()),
+        payload=reply[2],
+        enqueued_ms=int(reply[3]),
+        version=VersionKey(reply[4].decode()),
+        priority_class=CLASSES[int(reply[5]) - 1],
+        place=reply[6],
+        granted_ms=int(reply[7]),
+        lease_expires_ms=int(reply[8]),
+        ended_ms=int(reply[9]),
+        reason=reply[10].decode(),
+        message=reply[11].decode(),
+        used=Tokens(int(reply[12]), int(reply[13]), int(reply[14])),
+    )
+
+
+def pool_state(reply: Sequence[Any]) -> PoolState:
+    """The answer of `snapshot.lua`."""
+    revision, lanes, in_use, used, drains, loads, failures = reply
+    return PoolState(
+        revision=int(revision),
+        depths=tuple(
+            sorted((_depth(lane) for lane in lanes), key=lambda d: (d.version, CLASSES.index(d.priority_class)))
+        ),
+        in_use={InstanceKey(name.decode()): int(count) for name, count in _pairs(in_use)},
+        used_ms={InstanceKey(name.decode()): int(float(time)) for name, time in _pairs(used)},
+        drains={InstanceKey(name.decode()): _drain_mark(value.decode()) for name, value in _pairs(drains)},
+        loads={VersionKey(name.decode()): _load_claim(value.decode()) for name, value in _pairs(loads)},
+        failures=dict(_failure(name.decode(), value.decode()) for name, value in _pairs(failures)),
+    )
+
+
+def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _depth(lane: Sequence[Any]) -> LaneDepth:
+    number, _, version = lane[0].decode().partition(":")
+    return LaneDepth(VersionKey(version), CLASSES[int(number) - 1], int(lane[1]), int(lane[2]))
+
+
+def _drain_mark(value: str) -> DrainMark:
+    until_ms, _, purpose = value.partition("|")
+    return DrainMark(VersionKey(purpose), int(until_ms))
+
+
+def _load_claim(value: str) -> LoadClaim:
+    until_ms, size, length, rest = value.split("|", 3)
+    raw = rest.encode()  # Lua counts bytes
+    node, owner = raw[: int(length)].decode(), raw[int(length) :].decode()
+    return LoadClaim(NodeId(node), owner, int(until_ms), int(size))
+
+
+def _failure(name: str, value: str) -> tuple[tuple[VersionKey, NodeId], LoadFailure]:
+    length, _, rest = name.partition(":")
+    raw = rest.encode()
+    node, version = raw[: int(length)].decode(), raw[int(length) :].decode()
+    retry_at_ms, tries, cause = value.split("|", 2)
+    return (VersionKey(version), NodeId(node)), LoadFailure(int(retry_at_ms), int(tries), cause)

@@ -1,0 +1,196 @@
+"""The fair queues in Valkey or Redis: one Lua script a verb, so each decision is atomic for all replicas.
+
+Keys are `rh:{p:<pool>}:…`, all made from one prefix, so a pool lives in one slot of a Redis Cluster. Time is an
+argument (docs/decisions/0030): a script decides the same on a replica, in a test and in the simulator. The semantics
+are those of `domain/fair_queue.py`; tests/contract/test_scheduling_store.py compares every answer.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from roundhouse.redis_edge import LuaScript
+from roundhouse.subjects import encode_token
+from roundhouse.vocabulary import NodeId, Outcome, PoolName
+from services.scheduler.adapters import redis_records as records
+from services.scheduler.domain.records import (
+    CLASSES,
+    AttemptId,
+    Cancelled,
+    Drain,
+    DrainDenied,
+    Draining,
+    Ending,
+    Enqueued,
+    Expired,
+    Finish,
+    InstanceKey,
+    LoadFailure,
+    NotHeld,
+    Offer,
+    PoolState,
+    Progress,
+    QueueEntry,
+    RefusalReason,
+    Room,
+    Settled,
+    Taken,
+    Ticket,
+    VersionKey,
+)
+from services.scheduler.domain.residency import Claim, ClaimDenied, Claimed, ClaimOrder, DrainOrder
+from services.scheduler.domain.service import Policy
+
+Argument = str | bytes | int | float
+_PACKAGE = "services.scheduler.adapters.scripts"
+_VERBS = (
+    "enqueue",
+    "take",
+    "finish",
+    "cancel",
+    "renew",
+    "expire",
+    "refuse",
+    "claim_due",
+    "acknowledge",
+    "drain",
+    "load",
+    "snapshot",
+)
+
+
+def pool_prefix(pool: PoolName) -> str:
+    """The prefix of every key of a pool; the braces are the hash tag of Redis Cluster."""
+    return f"rh:{{p:{encode_token(pool)}}}:"
+
+
+class RedisSchedulingStore:
+    """`SchedulingStore` over one Redis client, which the caller closes."""
+
+    def __init__(self, redis: Redis, policy: Policy | None = None) -> None:
+        self._redis = redis
+        self._policy = records.policy_argument(policy or Policy())
+        self._scripts = {verb: LuaScript(_PACKAGE, f"{verb}.lua", prelude="queue.lua") for verb in _VERBS}
+
+    async def _run(self, verb: str, pool: PoolName, now_ms: int, arguments: Iterable[Argument] = ()) -> Any:
+        return await self._scripts[verb](self._redis, [pool_prefix(pool)], [now_ms, self._policy, *arguments])
+
+    async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
+        """See `SchedulingStore.enqueue`."""
+        arguments: list[Argument] = [
+            entry.attempt,
+            entry.tenant_id,
+            entry.version,
+            CLASSES.index(entry.priority_class) + 1,
+            entry.input_tokens,
+            entry.max_output_tokens,
+            entry.deadline_ms,
+            entry.weight_milli,
+            entry.payload,
+            room.queue_limit,
+            room.slots,
+            room.start_after_ms,
+        ]
+        return records.enqueued(await self._run("enqueue", pool, now_ms, arguments))
+
+    async def take(self, pool: PoolName, offers: Sequence[Offer], limit: int, now_ms: int) -> Taken:
+        """See `SchedulingStore.take`."""
+        arguments: list[Argument] = [limit]
+        for offer in offers:
+            arguments += [offer.instance, offer.version, offer.slots, offer.place]
+        granted, refused = await self._run("take", pool, now_ms, arguments)
+        return Taken(records.tickets(granted), records.tickets(refused))
+
+    async def finish(self, pool: PoolName, endings: Sequence[Ending], now_ms: int) -> tuple[Finish, ...]:
+        """See `SchedulingStore.finish`."""
+        arguments: list[Argument] = []
+        for each in endings:
+            done = int(each.outcome is Outcome.DONE)
+            arguments += [each.attempt, done, each.used.input, each.used.cached, each.used.output, each.run_ms]
+        answers = await self._run("finish", pool, now_ms, arguments)
+        return tuple(Settled(VersionKey(each.decode())) if each else NotHeld() for each in answers)
+
+    async def cancel(self, pool: PoolName, attempt: AttemptId, now_ms: int) -> Cancelled:
+        """See `SchedulingStore.cancel`."""
+        return Cancelled((await self._run("cancel", pool, now_ms, [attempt])).decode())
+
+    async def renew(self, pool: PoolName, leases: Sequence[Progress], now_ms: int) -> tuple[AttemptId, ...]:
+        """See `SchedulingStore.renew`."""
+        arguments: list[Argument] = []
+        for each in leases:
+            arguments += [each.attempt, each.used.input, each.used.cached, each.used.output]
+        return tuple(AttemptId(each.decode()) for each in await self._run("renew", pool, now_ms, arguments))
+
+    async def expire(self, pool: PoolName, now_ms: int) -> Expired:
+        """See `SchedulingStore.expire`."""
+        refused, lapsed = await self._run("expire", pool, now_ms)
+        return Expired(records.tickets(refused), records.tickets(lapsed))
+
+    async def refuse(
+        self, pool: PoolName, version: VersionKey, before_ms: int, reason: RefusalReason, message: str, now_ms: int
+    ) -> tuple[Ticket, ...]:
+        """See `SchedulingStore.refuse`."""
+        arguments: list[Argument] = [version, before_ms, reason.value, message]
+        return records.tickets(await self._run("refuse", pool, now_ms, arguments))
+
+    async def claim_due(self, pool: PoolName, now_ms: int) -> tuple[Ticket, ...]:
+        """See `SchedulingStore.claim_due`."""
+        return records.tickets(await self._run("claim_due", pool, now_ms))
+
+    async def acknowledge(self, pool: PoolName, attempts: Sequence[AttemptId], now_ms: int) -> None:
+        """See `SchedulingStore.acknowledge`."""
+        await self._run("acknowledge", pool, now_ms, attempts)
+
+    async def begin_drain(self, pool: PoolName, order: DrainOrder, now_ms: int) -> Drain:
+        """See `SchedulingStore.begin_drain`."""
+        arguments: list[Argument] = [
+            "begin",
+            order.instance,
+            order.version,
+            order.purpose,
+            order.until_ms,
+            int(order.rotate),
+        ]
+        given, in_use, waiting = await self._run("drain", pool, now_ms, arguments)
+        return Draining(in_use) if given else DrainDenied(in_use, waiting)
+
+    async def clear_drain(self, pool: PoolName, instance: InstanceKey, now_ms: int) -> None:
+        """See `SchedulingStore.clear_drain`."""
+        await self._run("drain", pool, now_ms, ["clear", instance])
+
+    async def claim_load(self, pool: PoolName, order: ClaimOrder, now_ms: int) -> Claim:
+        """See `SchedulingStore.claim_load`."""
+        claim = order.claim
+        arguments: list[Argument] = [
+            "claim",
+            order.version,
+            claim.node_id,
+            claim.owner,
+            claim.until_ms,
+            claim.bytes,
+            order.revision,
+        ]
+        answer = await self._run("load", pool, now_ms, arguments)
+        return Claimed() if answer == b"claimed" else ClaimDenied(stale=answer == b"stale")
+
+    async def renew_load(self, pool: PoolName, version: VersionKey, owner: str, until_ms: int, now_ms: int) -> bool:
+        """See `SchedulingStore.renew_load`."""
+        return bool(await self._run("load", pool, now_ms, ["renew", version, owner, until_ms]))
+
+    async def release_load(
+        self,
+        pool: PoolName,
+        version: VersionKey,
+        node_id: NodeId,
+        owner: str,
+        failure: LoadFailure | None,
+        now_ms: int,
+    ) -> None:
+        """See `SchedulingStore.release_load`."""
+        how: list[Argument] = [failure.retry_at_ms, failure.tries, failure.cause] if failure else [""]
+        await self._run("load", pool, now_ms, ["release", version, node_id, owner, *how])
+
+    async def snapshot(self, pool: PoolName, now_ms: int) -> PoolState:
+        """See `SchedulingStore.snapshot`."""
+        return records.pool_state(await self._run("snapshot", pool, now_ms))

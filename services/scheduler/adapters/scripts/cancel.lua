@@ -1,0 +1,16 @@
+-- ARGV: 3 attempt. Answers removed | running | gone | unknown.
+local id = ARGV[3]
+local r = read(id)
+if not r then
+  call('HSET', request_key(id), 'st', 'ended', 'ed', int(now))
+  call('PEXPIRE', request_key(id), TOMBSTONE)
+  return 'unknown'
+end
+if r.st == 'queued' then
+  unqueue(r)
+  bury(r)
+  return 'removed'
+end
+if r.st == 'refused' then bury(r) end
+if r.st == 'granted' then return 'running' end
+return 'gone'

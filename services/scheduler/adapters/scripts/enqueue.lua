@@ -1,0 +1,58 @@
+-- ARGV: 3 attempt, 4 tenant, 5 version, 6 class (1..3), 7 input tokens, 8 max output tokens, 9 deadline, 10 weight,
+-- 11 payload, 12 queue limit, 13 slots, 14 start after (ms).
+-- Answers {'known', standing} | {'full', retry ms} | {'late', wait ms} | {'queued', position, wait ms}.
+local id, tenant, version, class = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
+local input, most, deadline, weight = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local known = call('HGET', request_key(id), 'st')
+if known then return {'known', known} end
+if num(call('HGET', key('queued'), tenant)) >= tonumber(ARGV[12]) then
+  local pace = floor(num(call('HGET', key('pace'), 'a:' .. tenant)) / 1000)
+  return {'full', int(pace > 0 and pace or 1000)}
+end
+
+local queue, lane = queue_key(class, version, tenant), tenants_key(class, version)
+local state = call('HMGET', version_key(version), 'rn', 'ra', 'pf', 'p1', 'p2', 'p3')
+local here, slots = lane_waiting(class, version), tonumber(ARGV[13])
+local rank = call('ZCOUNT', queue, '-inf', int(deadline)) -- equal deadlines came earlier
+local own = call('ZCARD', queue)
+local others = call('ZCARD', lane) - (own > 0 and 1 or 0)
+local ahead = math.min(here, rank * (others + 1))
+if slots > 0 and num(state[1]) >= slots then ahead = ahead + 1 end
+local wait = tonumber(ARGV[14]) + floor(ahead * num(state[2]) / (1000 * math.max(1, slots)))
+if now + wait > deadline then return {'late', int(wait)} end
+
+if here == 0 then -- the class comes back: up to the least pass of the classes that wait
+  local least
+  for other = 1, 3 do
+    if other ~= class and lane_waiting(other, version) > 0 then
+      local pass = num(state[3 + other])
+      if not least or pass < least then least = pass end
+    end
+  end
+  least = least or num(state[3])
+  if num(state[3 + class]) < least then call('HSET', version_key(version), 'p' .. class, int(least)) end
+  call('SADD', key('lanes'), lane_id(class, version))
+end
+local acc = account(class, version, tenant)
+if own == 0 then -- the tenant comes back: up to the least service less its credit (invariant 5)
+  local first = call('ZRANGE', lane, 0, 0, 'WITHSCORES')[2]
+  local base = first and tonumber(first) or num(call('HGET', accounts_key(class, version), 'floor'))
+  local average = acc.cost
+  if average == 0 then average = cost(input, 0, predicted(acc.output, most)) * 1000 end
+  local least = base - floor(CREDIT * average * 1000 / weight)
+  if acc.service < least then
+    acc.service = least
+    call('HSET', accounts_key(class, version), 's:' .. tenant, int(least), 'e:' .. tenant, int(acc.epoch + 1))
+  end
+  call('ZADD', lane, int(acc.service), tenant)
+end
+local seq = call('INCR', key('arrivals'))
+call('ZADD', queue, int(deadline), member(seq, id))
+call('ZADD', age_key(class, version), int(now), id)
+call('ZADD', key('deadlines'), int(deadline), id)
+call('HINCRBY', key('queued'), tenant, 1)
+call('HSET', request_key(id), 'st', 'queued', 'tn', tenant, 've', version, 'cl', class, 'in', ARGV[7], 'mo', ARGV[8],
+     'dl', ARGV[9], 'we', ARGV[10], 'pl', ARGV[11], 'sq', int(seq), 'eq', int(now))
+call('EXPIRE', accounts_key(class, version), IDLE_SECONDS)
+call('EXPIRE', version_key(version), IDLE_SECONDS)
+return {'queued', int(rank), int(wait)}

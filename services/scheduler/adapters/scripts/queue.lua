@@ -1,0 +1,144 @@
+-- Shared steps of the scheduler's scripts; put before each verb. The oracle is services/scheduler/domain/fair_queue.py.
+-- KEYS[1] is the pool's prefix `rh:{p:<pool>}:`; every key is made from it, so all of a pool lives in one cluster slot.
+-- ARGV[1] = now (ms), ARGV[2] = policy, in the order of `P` below. Numbers are integers below 2^52.
+local call, floor = redis.call, math.floor
+local now = tonumber(ARGV[1])
+local P = {}
+for each in string.gmatch(ARGV[2], '%d+') do P[#P + 1] = tonumber(each) end
+local SHARES = {P[1], P[2], P[3]}
+local AGEING, CREDIT, LEASE, RETRY, DELIVERY, TOMBSTONE = P[4], P[5], P[6], P[7], P[8], P[9]
+local OUTPUT_UNITS, FIRST_OUTPUT, SHIFT, BATCH = 2, 256, 8, 200
+local IDLE_SECONDS = 86400 -- accounts and averages of a lane nobody used for a day are forgotten
+
+local function key(name) return KEYS[1] .. name end
+local function int(value) return string.format('%.0f', value) end
+local function num(value) return tonumber(value or 0) or 0 end
+
+-- Names: lengths first, so that no name can pose as two.
+local function lane_id(class, version) return class .. ':' .. version end
+local function age_key(class, version) return key('age:' .. lane_id(class, version)) end
+local function tenants_key(class, version) return key('lane:' .. lane_id(class, version)) end
+local function accounts_key(class, version) return key('acc:' .. lane_id(class, version)) end
+local function queue_key(class, version, tenant)
+  return key('q:' .. class .. ':' .. #version .. ':' .. version .. ':' .. tenant)
+end
+local function version_key(version) return key('v:' .. version) end
+local function request_key(id) return key('r:' .. id) end
+local function member(seq, id) return string.format('%016.0f', seq) .. id end
+
+-- Arithmetic: services/scheduler/domain/service.py
+local function cost(input, cached, output)
+  return math.max(0, input - cached) + OUTPUT_UNITS * output
+end
+local function charge(units, weight) return floor(units * 1000000 / weight) end
+local function moved(average, value)
+  if average == 0 then return value * 1000 end
+  return average + floor((value * 1000 - average) / SHIFT)
+end
+local function predicted(average, most)
+  if average == 0 then return math.min(most, FIRST_OUTPUT) end
+  return math.min(most, floor(average / 1000))
+end
+
+local FIELDS = {'st', 'tn', 've', 'cl', 'in', 'mo', 'dl', 'we', 'pl', 'sq', 'eq', 'is', 'pc', 'gr', 'lx', 'ed', 'rs',
+                'ms', 'ui', 'uc', 'uo', 'un', 'ep'}
+local NUMBERS = {'cl', 'in', 'mo', 'dl', 'we', 'sq', 'eq', 'gr', 'lx', 'ed', 'ui', 'uc', 'uo', 'un', 'ep'}
+local function read(id)
+  local values = call('HMGET', request_key(id), unpack(FIELDS))
+  if not values[1] then return nil end
+  local request = {id = id}
+  for i, name in ipairs(FIELDS) do request[name] = values[i] or '' end
+  for _, name in ipairs(NUMBERS) do request[name] = num(request[name]) end
+  return request
+end
+
+local function ticket(r)
+  return {r.id, r.st, r.pl, int(r.eq), r.ve, int(r.cl), r.pc, int(r.gr), int(r.lx), int(r.ed), r.rs, r.ms,
+          int(r.ui), int(r.uc), int(r.uo)}
+end
+
+local function lane_waiting(class, version) return call('ZCARD', age_key(class, version)) end
+local function waiting(version)
+  return lane_waiting(1, version) + lane_waiting(2, version) + lane_waiting(3, version)
+end
+local function oldest(class, version)
+  return num(call('ZRANGE', age_key(class, version), 0, 0, 'WITHSCORES')[2])
+end
+
+local function account(r_class, version, tenant)
+  local v = call('HMGET', accounts_key(r_class, version), 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant)
+  return {service = num(v[1]), epoch = num(v[2]), output = num(v[3]), cost = num(v[4])}
+end
+local function set_service(class, version, tenant, service)
+  call('HSET', accounts_key(class, version), 's:' .. tenant, int(service))
+  call('ZADD', tenants_key(class, version), 'XX', int(service), tenant)
+end
+
+local function unqueue(r)
+  local queue = queue_key(r.cl, r.ve, r.tn)
+  call('ZREM', queue, member(r.sq, r.id))
+  if call('ZCARD', queue) == 0 then call('ZREM', tenants_key(r.cl, r.ve), r.tn) end
+  call('ZREM', age_key(r.cl, r.ve), r.id)
+  if lane_waiting(r.cl, r.ve) == 0 then call('SREM', key('lanes'), lane_id(r.cl, r.ve)) end
+  if call('HINCRBY', key('queued'), r.tn, -1) <= 0 then call('HDEL', key('queued'), r.tn) end
+  call('ZREM', key('deadlines'), r.id)
+end
+
+-- Replaces what an attempt was charged by `units`; a refund from before the tenant's last lift is dropped.
+local function correct(r, units)
+  local amount = charge(units, r.we) - charge(r.un, r.we)
+  local acc = account(r.cl, r.ve, r.tn)
+  if amount > 0 or acc.epoch == r.ep then set_service(r.cl, r.ve, r.tn, acc.service + amount) end
+  local pass = 'p' .. r.cl
+  local shift = charge(units, SHARES[r.cl]) - charge(r.un, SHARES[r.cl])
+  if shift ~= 0 then call('HINCRBY', version_key(r.ve), pass, int(shift)) end
+  r.un = units
+end
+
+local function release(r)
+  correct(r, cost(r.ui, r.uc, r.uo))
+  call('HINCRBY', version_key(r.ve), 'rn', -1)
+  if call('HINCRBY', key('in_use'), r.is, -1) <= 0 then call('HDEL', key('in_use'), r.is) end
+  call('ZADD', key('used'), int(now), r.is)
+  call('ZREM', key('leases'), r.id)
+  call('ZREM', key('due'), r.id)
+end
+
+-- What is left of an attempt: that it ended.
+local function bury(r)
+  call('ZREM', key('due'), r.id)
+  call('HSET', request_key(r.id), 'st', 'ended', 'ed', int(now))
+  call('HDEL', request_key(r.id), 'pl', 'pc')
+  call('PEXPIRE', request_key(r.id), TOMBSTONE)
+end
+
+local function refuse(r, reason, message)
+  unqueue(r)
+  r.st, r.rs, r.ms, r.ed = 'refused', reason, message, now
+  call('HSET', request_key(r.id), 'st', r.st, 'rs', reason, 'ms', message, 'ed', int(now))
+  call('ZADD', key('due'), int(now + RETRY), r.id)
+  return ticket(r)
+end
+
+local function ripe(name)
+  return call('ZRANGE', key(name), '-inf', int(now), 'BYSCORE', 'LIMIT', 0, BATCH)
+end
+
+local function refuse_overdue()
+  local refused = {}
+  for _, id in ipairs(ripe('deadlines')) do
+    local r = read(id)
+    if r then refused[#refused + 1] = refuse(r, 'deadline', '') else call('ZREM', key('deadlines'), id) end
+  end
+  return refused
+end
+
+-- Drain marks: "<until>|<purpose>" by instance.
+local function drain_mark(instance)
+  local mark = call('HGET', key('drains'), instance)
+  if not mark then return nil end
+  local until_ms, purpose = string.match(mark, '^(%d+)|(.*)$')
+  until_ms = num(until_ms)
+  if until_ms <= now then return nil end
+  return {until_ms = until_ms, purpose = purpose}
+end

@@ -1,0 +1,18 @@
+-- ARGV: for each lease from 3 on: attempt, input, cached, output tokens. Answers the attempts that are not held.
+local missing = {}
+for i = 3, #ARGV, 4 do
+  local r = read(ARGV[i])
+  if r and r.st == 'granted' then
+    r.ui, r.uc, r.uo = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+    r.lx = math.max(r.lx, now + LEASE)
+    call('ZADD', key('leases'), int(r.lx), r.id)
+    call('ZREM', key('due'), r.id) -- who renews a lease has its grant
+    local units = cost(r.ui, r.uc, r.uo)
+    if units > r.un then correct(r, units) end
+    call('HSET', request_key(r.id), 'ui', ARGV[i + 1], 'uc', ARGV[i + 2], 'uo', ARGV[i + 3], 'lx', int(r.lx),
+         'un', int(r.un))
+  else
+    missing[#missing + 1] = ARGV[i]
+  end
+end
+return missing

@@ -1,0 +1,11 @@
+-- Answers {revision, lanes, in use, used, drains, loads, failures}; lanes are {lane id, waiting, oldest ms}.
+local lanes = {}
+for _, lane in ipairs(call('SMEMBERS', key('lanes'))) do
+  local class, version = string.match(lane, '^(%d):(.*)$')
+  lanes[#lanes + 1] = {lane, lane_waiting(class, version), int(oldest(class, version))}
+end
+return {
+  int(num(call('GET', key('revision')))), lanes, call('HGETALL', key('in_use')),
+  call('ZRANGE', key('used'), 0, -1, 'WITHSCORES'), call('HGETALL', key('drains')),
+  call('HGETALL', key('loads')), call('HGETALL', key('failures')),
+}

@@ -1,0 +1,356 @@
+"""The fair queue of one pool: who runs next. Pure; the oracle of the Redis store and the core of the simulator.
+
+Each verb is one atomic decision, idempotent by attempt, and the Lua script of the same name in `adapters/scripts`
+decides the same (tests/contract/test_scheduling_store.py compares every answer). An attempt goes
+`queued → granted → ended`, or `queued → refused → ended`, or `granted → lapsed → ended`: refused and lapsed ones are
+kept until their message (the refusal, the usage event) has arrived, so a crash of a replica loses none (invariant 1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from roundhouse.vocabulary import Outcome, TenantId
+from services.scheduler.domain import service
+from services.scheduler.domain.attempts import Attempt, Pace, VersionQueues, estimate_wait_ms, tombstone
+from services.scheduler.domain.lanes import Lane
+from services.scheduler.domain.records import (
+    CLASSES,
+    AttemptId,
+    Cancelled,
+    Drain,
+    Ending,
+    Enqueued,
+    Expired,
+    Finish,
+    InstanceKey,
+    Known,
+    LaneDepth,
+    NotHeld,
+    Offer,
+    PoolState,
+    Progress,
+    Queued,
+    QueueEntry,
+    QueueFull,
+    RefusalReason,
+    Room,
+    Settled,
+    Standing,
+    Taken,
+    Ticket,
+    Tokens,
+    TooLate,
+    VersionKey,
+)
+from services.scheduler.domain.residency import DrainOrder, ResidencyBook
+from services.scheduler.domain.service import Policy
+from services.scheduler.domain.time_index import TimeIndex
+
+RETRY_UNKNOWN_MS = 1_000  # Retry-After of a full queue that has not drained yet; a guess
+BATCH_MAX = 200  # tickets one expiry or claim hands out, so that no script runs long
+
+
+class FairQueue:
+    """One pool. `residency` holds what is known of drains and loads beside the queues."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.residency = ResidencyBook()
+        self._versions: dict[VersionKey, VersionQueues] = {}
+        self._attempts: dict[AttemptId, Attempt] = {}
+        self._queued: dict[TenantId, int] = {}
+        self._paces: dict[TenantId, Pace] = {}
+        self._due = TimeIndex()  # outbox: what must still be delivered, and when to try (again)
+        self._leases = TimeIndex()
+        self._deadlines = TimeIndex()  # of queued attempts
+        self._graves: dict[AttemptId, int] = {}
+        self._arrivals = 0
+        self.in_use: dict[InstanceKey, int] = {}
+        self.used_ms: dict[InstanceKey, int] = {}
+
+    # -- verbs ------------------------------------------------------------------------------------------------------
+
+    def enqueue(self, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
+        """Queue an attempt. A refusal changes nothing (invariant 15)."""
+        self._bury(now_ms)
+        known = self._attempts.get(entry.attempt)
+        if known is not None:
+            return Known(known.standing)
+        if self._queued.get(entry.tenant_id, 0) >= room.queue_limit:
+            average = self._paces.get(entry.tenant_id, Pace()).average_milli // 1000
+            return QueueFull(average or RETRY_UNKNOWN_MS)
+        queues = self._versions.setdefault(entry.version, VersionQueues())
+        lane = queues.lanes[entry.priority_class]
+        key = (entry.deadline_ms, self._arrivals + 1, entry.attempt)
+        rank = lane.rank(entry.tenant_id, key)
+        others = len(lane.queues) - (entry.tenant_id in lane.queues)
+        wait_ms = room.start_after_ms + estimate_wait_ms(queues, lane, rank, room.slots, others)
+        if now_ms + wait_ms > entry.deadline_ms:
+            return TooLate(wait_ms)
+        self._arrivals += 1
+        if not lane.waiting:
+            queues.lift_class(entry.priority_class)
+        if entry.tenant_id not in lane.queues:
+            lane.lift(entry.tenant_id, self._credit(lane, entry))
+        lane.add(entry.tenant_id, key, now_ms)
+        self._attempts[entry.attempt] = Attempt(entry, key, now_ms)
+        self._queued[entry.tenant_id] = self._queued.get(entry.tenant_id, 0) + 1
+        self._deadlines.set(entry.attempt, entry.deadline_ms)
+        return Queued(rank, wait_ms)
+
+    def take(self, offers: Sequence[Offer], limit: int, now_ms: int) -> Taken:
+        """Grant up to `limit` requests on the offered instances; no slot stays free that one could use (invariant 3).
+
+        Each goes to the least loaded instance of its version. What is past its deadline is refused instead."""
+        refused = self._refuse_overdue(now_ms)
+        granted: list[Ticket] = []
+        while len(granted) < limit:
+            offer = self._least_loaded(offers, now_ms)
+            if offer is None:
+                break
+            granted.append(self._grant(offer, now_ms))
+        return Taken(tuple(granted), refused)
+
+    def finish(self, ending: Ending, now_ms: int) -> Finish:
+        """Settle an attempt: slot free, service corrected to what was used. Idempotent."""
+        attempt = self._attempts.get(ending.attempt)
+        if attempt is None or attempt.standing not in (Standing.QUEUED, Standing.GRANTED):
+            return NotHeld()
+        if attempt.standing is Standing.QUEUED:
+            self._unqueue(attempt)
+        else:
+            self._release(attempt, ending.used, now_ms)
+            if ending.outcome is Outcome.DONE:
+                self._learn(attempt, ending)
+        self._end(attempt, now_ms)
+        return Settled(attempt.entry.version)
+
+    def cancel(self, attempt_id: AttemptId, now_ms: int) -> Cancelled:
+        """Take an attempt out of its queue. Idempotent; one that overtakes its own submit is remembered."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None:
+            self._attempts[attempt_id] = tombstone(attempt_id, now_ms)
+            self._graves[attempt_id] = now_ms + self.policy.tombstone_ms
+            return Cancelled.UNKNOWN
+        match attempt.standing:
+            case Standing.QUEUED:
+                self._unqueue(attempt)
+                self._end(attempt, now_ms)
+                return Cancelled.REMOVED
+            case Standing.REFUSED:
+                self._end(attempt, now_ms)
+                return Cancelled.GONE
+            case Standing.GRANTED:
+                return Cancelled.RUNNING
+            case Standing.LAPSED | Standing.ENDED:
+                return Cancelled.GONE
+
+    def renew(self, leases: Sequence[Progress], now_ms: int) -> tuple[AttemptId, ...]:
+        """Extend leases and charge what was used beyond the prediction. Returns those that are not held."""
+        missing: list[AttemptId] = []
+        for progress in leases:
+            attempt = self._attempts.get(progress.attempt)
+            if attempt is None or attempt.standing is not Standing.GRANTED:
+                missing.append(progress.attempt)
+                continue
+            attempt.used = progress.used
+            attempt.lease_expires_ms = max(attempt.lease_expires_ms, now_ms + self.policy.lease_ms)
+            self._leases.set(progress.attempt, attempt.lease_expires_ms)
+            self._due.discard(progress.attempt)  # who renews a lease has its grant
+            units = service.cost_units(progress.used.input, progress.used.cached, progress.used.output)
+            if units > attempt.units:
+                self._correct(attempt, units)
+        return tuple(missing)
+
+    def expire(self, now_ms: int) -> Expired:
+        """Refuse what is queued past its deadline; settle leases past their time from the last heartbeat."""
+        self._bury(now_ms)
+        refused = self._refuse_overdue(now_ms)
+        lapsed: list[Ticket] = []
+        for attempt_id in self._leases.ripe(now_ms, BATCH_MAX):
+            attempt = self._attempts[attempt_id]
+            self._release(attempt, attempt.used, now_ms)
+            attempt.standing = Standing.LAPSED
+            attempt.ended_ms = now_ms
+            self._due.set(attempt_id, now_ms + self.policy.retry_ms)
+            lapsed.append(attempt.ticket())
+        return Expired(refused, tuple(lapsed))
+
+    def refuse(
+        self, version: VersionKey, before_ms: int, reason: RefusalReason, message: str, now_ms: int
+    ) -> tuple[Ticket, ...]:
+        """Refuse what waits for a version with a deadline before `before_ms`, earliest deadline first."""
+        waiting = [
+            attempt_id
+            for deadline_ms, attempt_id in self._deadlines.in_order()
+            if deadline_ms < before_ms and self._attempts[attempt_id].entry.version == version
+        ]
+        return tuple(self._refuse(self._attempts[each], reason, message, now_ms) for each in waiting[:BATCH_MAX])
+
+    def claim_due(self, now_ms: int) -> tuple[Ticket, ...]:
+        """Grants, refusals and usage events that nobody acknowledged in time; the caller delivers them (again)."""
+        due: list[Ticket] = []
+        for attempt_id in self._due.ripe(now_ms, BATCH_MAX):
+            attempt = self._attempts[attempt_id]
+            if attempt.standing is Standing.REFUSED and now_ms - attempt.ended_ms >= self.policy.delivery_ms_max:
+                self._end(attempt, now_ms)
+                continue
+            self._due.set(attempt_id, now_ms + self.policy.retry_ms)
+            due.append(attempt.ticket())
+        return tuple(due)
+
+    def acknowledge(self, attempts: Sequence[AttemptId], now_ms: int) -> None:
+        """The grant, refusal or usage event of each attempt arrived. Idempotent."""
+        for attempt_id in attempts:
+            attempt = self._attempts.get(attempt_id)
+            if attempt is None:
+                continue
+            self._due.discard(attempt_id)
+            if attempt.standing in (Standing.REFUSED, Standing.LAPSED):
+                self._end(attempt, now_ms)
+
+    def depths(self) -> tuple[LaneDepth, ...]:
+        """Lanes with requests waiting, by version and class."""
+        return tuple(
+            LaneDepth(version, name, queues.lanes[name].waiting, queues.lanes[name].oldest_ms())
+            for version, queues in sorted(self._versions.items())
+            for name in CLASSES
+            if queues.lanes[name].waiting
+        )
+
+    def waiting(self, version: VersionKey) -> int:
+        """Requests that wait for a version."""
+        queues = self._versions.get(version)
+        return queues.waiting if queues else 0
+
+    def service_milli(self, version: VersionKey, entry: QueueEntry) -> int:
+        """The tenant's counter in the entry's lane."""
+        return self._versions[version].lanes[entry.priority_class].account(entry.tenant_id).service_milli
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _credit(self, lane: Lane, entry: QueueEntry) -> int:
+        account = lane.account(entry.tenant_id)
+        output = service.predicted_output(account.average_output_milli, entry.max_output_tokens)
+        average = account.average_cost_milli or service.cost_units(entry.input_tokens, 0, output) * 1000
+        return service.credit_milli(average, entry.weight_milli, self.policy.credit_requests)
+
+    def _least_loaded(self, offers: Sequence[Offer], now_ms: int) -> Offer | None:
+        best: Offer | None = None
+        for offer in offers:
+            used = self.in_use.get(offer.instance, 0)
+            if used >= offer.slots or not self.waiting(offer.version):
+                continue
+            if self.residency.is_draining(offer.instance, now_ms):
+                continue
+            if best is None or used * best.slots < self.in_use.get(best.instance, 0) * offer.slots:
+                best = offer
+        return best
+
+    def _grant(self, offer: Offer, now_ms: int) -> Ticket:
+        queues = self._versions[offer.version]
+        name = queues.next_class(self.policy, now_ms)
+        lane = queues.lanes[name]
+        tenant_id = lane.next_tenant()
+        attempt = self._attempts[lane.queues[tenant_id][0][2]]
+        self._unqueue(attempt)
+        entry, account = attempt.entry, lane.accounts[tenant_id]
+        output = service.predicted_output(account.average_output_milli, entry.max_output_tokens)
+        attempt.units = max(1, service.cost_units(entry.input_tokens, 0, output))
+        attempt.epoch = account.epoch
+        lane.charge(tenant_id, service.charge_milli(attempt.units, entry.weight_milli))
+        queues.charge_class(name, attempt.units, self.policy)
+        queues.running += 1
+        self.in_use[offer.instance] = self.in_use.get(offer.instance, 0) + 1
+        self.used_ms[offer.instance] = now_ms
+        self._note_pace(tenant_id, now_ms)
+        attempt.standing = Standing.GRANTED
+        attempt.instance, attempt.place, attempt.granted_ms = offer.instance, offer.place, now_ms
+        attempt.lease_expires_ms = now_ms + self.policy.lease_ms
+        self._leases.set(entry.attempt, attempt.lease_expires_ms)
+        self._due.set(entry.attempt, now_ms + self.policy.retry_ms)
+        return attempt.ticket()
+
+    def _note_pace(self, tenant_id: TenantId, now_ms: int) -> None:
+        pace = self._paces.setdefault(tenant_id, Pace())
+        if pace.last_ms:
+            pace.average_milli = service.moved_average(pace.average_milli, max(0, now_ms - pace.last_ms))
+        pace.last_ms = now_ms if self._queued.get(tenant_id) else 0
+
+    def _unqueue(self, attempt: Attempt) -> None:
+        entry = attempt.entry
+        self._versions[entry.version].lanes[entry.priority_class].remove(entry.tenant_id, attempt.key)
+        self._queued[entry.tenant_id] -= 1
+        self._deadlines.discard(entry.attempt)
+
+    def _release(self, attempt: Attempt, used: Tokens, now_ms: int) -> None:
+        self._correct(attempt, service.cost_units(used.input, used.cached, used.output))
+        self._versions[attempt.entry.version].running -= 1
+        self.in_use[attempt.instance] -= 1
+        self.used_ms[attempt.instance] = now_ms
+        self._leases.discard(attempt.entry.attempt)
+        self._due.discard(attempt.entry.attempt)
+
+    def _correct(self, attempt: Attempt, units: int) -> None:
+        entry = attempt.entry
+        queues = self._versions[entry.version]
+        amount = service.charge_milli(units, entry.weight_milli) - service.charge_milli(
+            attempt.units, entry.weight_milli
+        )
+        queues.lanes[entry.priority_class].correct(entry.tenant_id, amount, attempt.epoch)
+        queues.correct_class(entry.priority_class, attempt.units, units, self.policy)
+        attempt.units = units
+
+    def _learn(self, attempt: Attempt, ending: Ending) -> None:
+        queues = self._versions[attempt.entry.version]
+        lane = queues.lanes[attempt.entry.priority_class]
+        lane.learn(attempt.entry.tenant_id, ending.used.output, attempt.units)
+        if ending.run_ms > 0:
+            queues.average_run_milli = service.moved_average(queues.average_run_milli, ending.run_ms)
+
+    def _refuse_overdue(self, now_ms: int) -> tuple[Ticket, ...]:
+        overdue = self._deadlines.ripe(now_ms, BATCH_MAX)
+        return tuple(self._refuse(self._attempts[each], RefusalReason.DEADLINE, "", now_ms) for each in overdue)
+
+    def _refuse(self, attempt: Attempt, reason: RefusalReason, message: str, now_ms: int) -> Ticket:
+        self._unqueue(attempt)
+        attempt.standing, attempt.reason, attempt.message = Standing.REFUSED, reason.value, message
+        attempt.ended_ms = now_ms
+        self._due.set(attempt.entry.attempt, now_ms + self.policy.retry_ms)
+        return attempt.ticket()
+
+    def _end(self, attempt: Attempt, now_ms: int) -> None:
+        attempt_id = attempt.entry.attempt
+        attempt.standing, attempt.ended_ms = Standing.ENDED, now_ms
+        attempt.entry = replace(attempt.entry, payload=b"")
+        self._due.discard(attempt_id)
+        self._graves[attempt_id] = now_ms + self.policy.tombstone_ms
+
+    def _bury(self, now_ms: int) -> None:
+        """Forget attempts that ended long ago; graves are in order of time."""
+        while self._graves:
+            attempt_id, until_ms = next(iter(self._graves.items()))
+            if until_ms > now_ms:
+                return
+            del self._graves[attempt_id]
+            del self._attempts[attempt_id]
+
+    # -- residency --------------------------------------------------------------------------------------------------
+
+    def begin_drain(self, order: DrainOrder, now_ms: int) -> Drain:
+        """See `ResidencyBook.begin_drain`; who uses and who waits is known here."""
+        in_use = self.in_use.get(order.instance, 0)
+        return self.residency.begin_drain(order, in_use, self.waiting(order.version), now_ms)
+
+    def snapshot(self) -> PoolState:
+        """Everything placement needs to know of the pool's queues."""
+        book = self.residency
+        return PoolState(
+            revision=book.revision,
+            depths=self.depths(),
+            in_use={instance: count for instance, count in self.in_use.items() if count},
+            used_ms=dict(self.used_ms),
+            drains=dict(book.drains),
+            loads=dict(book.loads),
+            failures=dict(book.failures),
+        )

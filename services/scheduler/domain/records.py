@@ -1,0 +1,280 @@
+"""What the fair queue speaks in: entries, offers, tickets and answers. Frozen; no behaviour beyond identity.
+
+All times are milliseconds of the Unix epoch; service is counted in thousandths of a unit (see `service.py`).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from roundhouse.vocabulary import NodeId, Outcome, PriorityClass, TenantId
+
+AttemptId = NewType("AttemptId", str)  # "<request_id>/<attempt>"
+VersionKey = NewType("VersionKey", str)  # "<model>@<digest>"; the digest holds no "@", so this is injective
+InstanceKey = NewType("InstanceKey", str)  # "<length of node>:<node>:<version>"
+
+CLASSES: tuple[PriorityClass, ...] = (PriorityClass.INTERACTIVE, PriorityClass.STANDARD, PriorityClass.BATCH)
+"""Most urgent first: also the order in which ties between classes are broken."""
+
+
+def attempt_id(request_id: str, attempt: int) -> AttemptId:
+    """One attempt of one request."""
+    return AttemptId(f"{request_id}/{attempt}")
+
+
+def version_key(model: str, digest: str) -> VersionKey:
+    """One version of a model: what requests queue for."""
+    return VersionKey(f"{model}@{digest}")
+
+
+def model_of(version: VersionKey) -> str:
+    """The catalogue name inside a version key."""
+    return version.rpartition("@")[0]
+
+
+def digest_of(version: VersionKey) -> str:
+    """The digest inside a version key."""
+    return version.rpartition("@")[2]
+
+
+def instance_key(node_id: NodeId, version: VersionKey) -> InstanceKey:
+    """One version on one node. Without the loader's incarnation: a restarted loader finds its streams still counted."""
+    return InstanceKey(f"{len(node_id)}:{node_id}:{version}")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """A request as the queue sees it. `payload` is opaque here and comes back with every ticket."""
+
+    attempt: AttemptId
+    tenant_id: TenantId
+    version: VersionKey
+    priority_class: PriorityClass
+    input_tokens: int
+    max_output_tokens: int
+    deadline_ms: int
+    weight_milli: int = 1000  # the tenant's weight in thousandths
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the caller knows about the capacity behind an entry."""
+
+    queue_limit: int  # requests the tenant may have queued in the pool
+    slots: int  # of all ready instances of the version; 0 = cold
+    start_after_ms: int = 0  # no slot can open earlier than this from now: the expected load of a cold model
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A ready instance that may take requests, up to `slots` at once. `place` is opaque and kept with the grant."""
+
+    instance: InstanceKey
+    version: VersionKey
+    slots: int
+    place: bytes = b""
+
+
+class Standing(StrEnum):
+    """Where an attempt stands."""
+
+    QUEUED = "queued"
+    GRANTED = "granted"
+    REFUSED = "refused"  # left the queue without running; the gateway has not acknowledged it yet
+    LAPSED = "lapsed"  # its lease ran out; the usage event is not published yet
+    ENDED = "ended"
+
+
+class RefusalReason(StrEnum):
+    """Why a queued request left the queue without running."""
+
+    DEADLINE = "deadline"
+    UNAVAILABLE = "unavailable"
+    NEVER_FITS = "never_fits"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens an attempt has used so far."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Everything another replica needs to carry on with an attempt: deliver its grant, its refusal or its usage."""
+
+    attempt: AttemptId
+    standing: Standing
+    payload: bytes
+    enqueued_ms: int
+    version: VersionKey
+    priority_class: PriorityClass
+    place: bytes = b""
+    granted_ms: int = 0
+    lease_expires_ms: int = 0
+    ended_ms: int = 0
+    reason: str = ""
+    message: str = ""
+    used: Tokens = Tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Accepted: `position` requests of this tenant and class go first; it may start in `wait_ms`."""
+
+    position: int
+    wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """This attempt was submitted before; nothing changed."""
+
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFull:
+    """The tenant's queue has no room; one place opens in about `retry_after_ms`. Nothing changed."""
+
+    retry_after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """It could not start before its deadline: the wait is `wait_ms`. Nothing changed."""
+
+    wait_ms: int
+
+
+Enqueued = Queued | Known | QueueFull | TooLate
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one `take` did: grants in the order made, and what it found past its deadline."""
+
+    granted: tuple[Ticket, ...] = ()
+    refused: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended, as its gateway reports it."""
+
+    attempt: AttemptId
+    outcome: Outcome
+    used: Tokens = Tokens()
+    run_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The ending was recorded now; the slot (if any) is free."""
+
+    version: VersionKey
+
+
+@dataclass(frozen=True, slots=True)
+class NotHeld:
+    """Nothing to end: unknown, or ended before."""
+
+
+Finish = Settled | NotHeld
+
+
+class Cancelled(StrEnum):
+    """What a cancellation met."""
+
+    REMOVED = "removed"  # it was queued
+    RUNNING = "running"  # it is granted and ends by `finish`
+    GONE = "gone"  # it had ended
+    UNKNOWN = "unknown"  # not seen yet; a later submit of it will be told that it ended
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One lease of a heartbeat."""
+
+    attempt: AttemptId
+    used: Tokens = Tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What ran out: queued requests past their deadline, leases past their time."""
+
+    refused: tuple[Ticket, ...] = ()
+    lapsed: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The instance takes no new request; `in_use` are still running on it."""
+
+    in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainDenied:
+    """The instance may not be drained (invariant 8)."""
+
+    in_use: int
+    waiting: int
+
+
+Drain = Draining | DrainDenied
+
+
+@dataclass(frozen=True, slots=True)
+class DrainMark:
+    """Why an instance takes no new request."""
+
+    purpose: VersionKey  # the version that gets its memory
+    until_ms: int  # the mark is void from then on, so a crashed replica cannot keep an instance closed
+
+
+@dataclass(frozen=True, slots=True)
+class LoadClaim:
+    """One replica's right to have a version loaded (invariant 7)."""
+
+    node_id: NodeId
+    owner: str
+    until_ms: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """What is known about failed loads of a version on a node."""
+
+    retry_at_ms: int
+    tries: int  # since the last success; 0 = only lack of room
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDepth:
+    """Requests that wait for one version in one class."""
+
+    version: VersionKey
+    priority_class: PriorityClass
+    waiting: int
+    oldest_ms: int  # when the oldest of them was queued
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """A snapshot of one pool for placement. `revision` changes with every claim and drain mark."""
+
+    revision: int
+    depths: tuple[LaneDepth, ...]
+    in_use: dict[InstanceKey, int]
+    used_ms: dict[InstanceKey, int]  # when an instance last began or ended a request
+    drains: dict[InstanceKey, DrainMark]
+    loads: dict[VersionKey, LoadClaim]
+    failures: dict[tuple[VersionKey, NodeId], LoadFailure]

@@ -1,0 +1,118 @@
+"""What the replicas agree on about residency: drain marks, load claims, failed loads. Pure, one book a pool.
+
+A drain mark closes an instance for new grants. It is given only if the instance is idle and nobody waits for its model
+(invariant 8), or, to rotate, at once: then its running requests end first and `in_use` says when. A load claim is one
+replica's right to have a version loaded (invariant 7). Both end by themselves, so a crashed replica blocks nothing. A
+claim names the revision of the snapshot it was decided on: two replicas cannot both spend the same free memory.
+"""
+
+from dataclasses import dataclass, field
+
+from roundhouse.vocabulary import NodeId
+from services.scheduler.domain.records import (
+    Drain,
+    DrainDenied,
+    Draining,
+    DrainMark,
+    InstanceKey,
+    LoadClaim,
+    LoadFailure,
+    VersionKey,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The claim stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimDenied:
+    """Another replica loads the version, or the snapshot is old."""
+
+    stale: bool
+
+
+Claim = Claimed | ClaimDenied
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """Close an instance for new grants in favour of `purpose`."""
+
+    instance: InstanceKey
+    version: VersionKey
+    purpose: VersionKey
+    until_ms: int
+    rotate: bool  # close it although it is in use or wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimOrder:
+    """Claim the load of a version."""
+
+    version: VersionKey
+    claim: LoadClaim
+    revision: int
+
+
+@dataclass(slots=True)
+class ResidencyBook:
+    """Mutable; owned by one `FairQueue`."""
+
+    revision: int = 0
+    drains: dict[InstanceKey, DrainMark] = field(default_factory=dict)
+    loads: dict[VersionKey, LoadClaim] = field(default_factory=dict)
+    failures: dict[tuple[VersionKey, NodeId], LoadFailure] = field(default_factory=dict)
+
+    def is_draining(self, instance: InstanceKey, now_ms: int) -> bool:
+        """Whether the instance is closed for new grants."""
+        mark = self.drains.get(instance)
+        return mark is not None and mark.until_ms > now_ms
+
+    def begin_drain(self, order: DrainOrder, in_use: int, waiting: int, now_ms: int) -> Drain:
+        """Mark an instance. Repeating it for the same purpose renews the mark; another purpose is denied."""
+        mark = self.drains.get(order.instance)
+        ours = mark is not None and mark.until_ms > now_ms and mark.purpose == order.purpose
+        if not ours and mark is not None and mark.until_ms > now_ms:
+            return DrainDenied(in_use, waiting)
+        if not ours and not order.rotate and (in_use or waiting):
+            return DrainDenied(in_use, waiting)
+        self.drains[order.instance] = DrainMark(order.purpose, order.until_ms)
+        self.revision += 1
+        return Draining(in_use)
+
+    def clear_drain(self, instance: InstanceKey) -> None:
+        """Open an instance again. Idempotent."""
+        if self.drains.pop(instance, None) is not None:
+            self.revision += 1
+
+    def claim_load(self, order: ClaimOrder, now_ms: int) -> Claim:
+        """Claim a load; idempotent for one owner only by `renew_load`."""
+        held = self.loads.get(order.version)
+        if held is not None and held.until_ms > now_ms:
+            return ClaimDenied(stale=False)
+        if order.revision != self.revision:
+            return ClaimDenied(stale=True)
+        self.loads[order.version] = order.claim
+        self.revision += 1
+        return Claimed()
+
+    def renew_load(self, version: VersionKey, owner: str, until_ms: int) -> bool:
+        """Keep a claim; False if it is no longer the owner's."""
+        held = self.loads.get(version)
+        if held is None or held.owner != owner:
+            return False
+        self.loads[version] = LoadClaim(held.node_id, owner, until_ms, held.bytes)
+        return True
+
+    def release_load(self, version: VersionKey, node_id: NodeId, owner: str, failure: LoadFailure | None) -> None:
+        """End a claim and record how the load ended; success forgets earlier failures on that node."""
+        held = self.loads.get(version)
+        if held is not None and held.owner == owner:
+            del self.loads[version]
+        if failure is None:
+            self.failures.pop((version, node_id), None)
+        else:
+            self.failures[(version, node_id)] = failure
+        self.revision += 1

@@ -1,0 +1,264 @@
+"""The Redis store and the in-memory queue decide the same: every verb, every answer, any order (invariants 1 to 5).
+
+Hypothesis drives both with one sequence of commands on virtual time and compares each answer and the state after it.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from roundhouse.redis_edge import open_redis
+from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, TenantId
+from services.scheduler.adapters.redis_store import RedisSchedulingStore, pool_prefix
+from services.scheduler.domain.records import (
+    AttemptId,
+    Ending,
+    LoadClaim,
+    LoadFailure,
+    Offer,
+    Progress,
+    QueueEntry,
+    RefusalReason,
+    Room,
+    Tokens,
+    instance_key,
+    version_key,
+)
+from services.scheduler.domain.residency import ClaimOrder, DrainOrder
+from services.scheduler.domain.service import Policy
+from tests.fakes.scheduling_store import InMemorySchedulingStore
+
+# Names with separators, so that keys made of them must not collide.
+TENANTS = [TenantId("a"), TenantId("a:b"), TenantId("ü|{x}")]
+VERSIONS = [version_key("m", "sha256:1"), version_key("m:1", "sha256:1"), version_key("ö@x", "sha256:2")]
+NODES = [NodeId("n"), NodeId("n:1"), NodeId("é")]
+ATTEMPTS = [AttemptId(f"r{number}/1") for number in range(12)]
+POLICY = Policy(lease_ms=3_000, retry_ms=400, delivery_ms_max=1_500, tombstone_ms=10**9)
+pools = itertools.count()
+
+tokens = st.integers(0, 2_000)
+used = st.builds(Tokens, tokens, st.integers(0, 500), tokens)
+attempts = st.sampled_from(ATTEMPTS)
+versions = st.sampled_from(VERSIONS)
+nodes = st.sampled_from(NODES)
+offers = st.lists(st.tuples(nodes, versions, st.integers(0, 3)), max_size=4, unique_by=lambda each: each[:2])
+
+
+class BothStores(RuleBasedStateMachine):
+    """One command sequence on two stores."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.redis = self.runner.run(self._open())
+        self.real = RedisSchedulingStore(self.redis, POLICY)
+        self.fake = InMemorySchedulingStore(POLICY)
+        self.pool = PoolName(f"pool {next(pools)}}}")
+        self.now_ms = 1_800_000_000_000
+        self.fresh = 0
+        self.running: list[AttemptId] = []
+
+    async def _open(self) -> Any:
+        return open_redis(self.url)
+
+    def teardown(self) -> None:
+        self.runner.run(self.redis.aclose())
+        self.runner.close()
+
+    def same(self, real: Awaitable[object], fake: Awaitable[object]) -> Any:
+        answers = self.runner.run(self._both(real, fake))
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    async def _both(self, real: Awaitable[object], fake: Awaitable[object]) -> tuple[object, object]:
+        return await real, await fake
+
+    @rule(milliseconds=st.sampled_from([1, 50, 400, 1_000, 3_000]))
+    def wait(self, milliseconds: int) -> None:
+        self.now_ms += milliseconds
+
+    @rule(
+        attempt=attempts,
+        tenant=st.sampled_from(TENANTS),
+        version=versions,
+        name=st.sampled_from(list(PriorityClass)),
+        size=st.tuples(tokens, tokens),
+        patience=st.sampled_from([0, 300, 2_000, 2_000, 60_000]),
+        weight=st.sampled_from([1, 333, 1_000, 7_000]),
+        room=st.builds(Room, st.integers(0, 4), st.integers(0, 3), st.sampled_from([0, 0, 500])),
+    )
+    def enqueue(
+        self,
+        attempt: AttemptId,
+        tenant: TenantId,
+        version: Any,
+        name: PriorityClass,
+        size: tuple[int, int],
+        patience: int,
+        weight: int,
+        room: Room,
+    ) -> None:
+        entry = QueueEntry(
+            attempt, tenant, version, name, size[0], size[1], self.now_ms + patience, weight, attempt.encode() + b"\xff"
+        )
+        self.enqueue_one(entry, room)
+
+    @rule(offered=offers, limit=st.integers(1, 4))
+    def take(self, offered: list[tuple[NodeId, Any, int]], limit: int) -> None:
+        these = [Offer(instance_key(node, version), version, slots, b"\x00at") for node, version, slots in offered]
+        self.same(
+            self.real.take(self.pool, these, limit, self.now_ms), self.fake.take(self.pool, these, limit, self.now_ms)
+        )
+
+    @rule(
+        endings=st.lists(
+            st.builds(Ending, attempts, st.sampled_from([Outcome.DONE, Outcome.FAILED]), used, st.integers(0, 900)),
+            max_size=3,
+        )
+    )
+    def finish(self, endings: list[Ending]) -> None:
+        self.same(self.real.finish(self.pool, endings, self.now_ms), self.fake.finish(self.pool, endings, self.now_ms))
+
+    @rule(attempt=attempts)
+    def cancel(self, attempt: AttemptId) -> None:
+        self.same(self.real.cancel(self.pool, attempt, self.now_ms), self.fake.cancel(self.pool, attempt, self.now_ms))
+
+    @rule(leases=st.lists(st.builds(Progress, attempts, used), max_size=3))
+    def renew(self, leases: list[Progress]) -> None:
+        self.same(self.real.renew(self.pool, leases, self.now_ms), self.fake.renew(self.pool, leases, self.now_ms))
+
+    @rule()
+    def expire(self) -> None:
+        self.same(self.real.expire(self.pool, self.now_ms), self.fake.expire(self.pool, self.now_ms))
+
+    @rule(version=versions, ahead=st.sampled_from([0, 1_000, 10**6]))
+    def refuse(self, version: Any, ahead: int) -> None:
+        arguments = (self.pool, version, self.now_ms + ahead, RefusalReason.UNAVAILABLE, "it broke: ü", self.now_ms)
+        self.same(self.real.refuse(*arguments), self.fake.refuse(*arguments))
+
+    @rule()
+    def claim_due(self) -> None:
+        self.same(self.real.claim_due(self.pool, self.now_ms), self.fake.claim_due(self.pool, self.now_ms))
+
+    @rule(these=st.lists(attempts, max_size=4))
+    def acknowledge(self, these: list[AttemptId]) -> None:
+        self.same(
+            self.real.acknowledge(self.pool, these, self.now_ms), self.fake.acknowledge(self.pool, these, self.now_ms)
+        )
+
+    @rule(node=nodes, version=versions, purpose=versions, rotate=st.booleans(), ahead=st.integers(0, 1_500))
+    def begin_drain(self, node: NodeId, version: Any, purpose: Any, rotate: bool, ahead: int) -> None:
+        order = DrainOrder(instance_key(node, version), version, purpose, self.now_ms + ahead, rotate)
+        self.same(
+            self.real.begin_drain(self.pool, order, self.now_ms), self.fake.begin_drain(self.pool, order, self.now_ms)
+        )
+
+    @rule(node=nodes, version=versions)
+    def clear_drain(self, node: NodeId, version: Any) -> None:
+        arguments = (self.pool, instance_key(node, version), self.now_ms)
+        self.same(self.real.clear_drain(*arguments), self.fake.clear_drain(*arguments))
+
+    @rule(node=nodes, version=versions, owner=st.sampled_from(["x", "y|"]), old=st.booleans())
+    def claim_load(self, node: NodeId, version: Any, owner: str, old: bool) -> None:
+        revision = self.fake.queue(self.pool).residency.revision - old
+        order = ClaimOrder(version, LoadClaim(node, owner, self.now_ms + 1_000, 7), revision)
+        self.same(
+            self.real.claim_load(self.pool, order, self.now_ms), self.fake.claim_load(self.pool, order, self.now_ms)
+        )
+
+    @rule(version=versions, owner=st.sampled_from(["x", "y|"]))
+    def renew_load(self, version: Any, owner: str) -> None:
+        arguments = (self.pool, version, owner, self.now_ms + 2_000, self.now_ms)
+        self.same(self.real.renew_load(*arguments), self.fake.renew_load(*arguments))
+
+    @rule(
+        node=nodes,
+        version=versions,
+        owner=st.sampled_from(["x", "y|"]),
+        failure=st.none() | st.just(LoadFailure(1_900_000_000_000, 2, "a|b: ü")),
+    )
+    def release_load(self, node: NodeId, version: Any, owner: str, failure: LoadFailure | None) -> None:
+        arguments = (self.pool, version, node, owner, failure, self.now_ms)
+        self.same(self.real.release_load(*arguments), self.fake.release_load(*arguments))
+
+    @rule(
+        tenants=st.lists(st.sampled_from(TENANTS), min_size=2, max_size=5),
+        version=versions,
+        names=st.lists(st.sampled_from(list(PriorityClass)), min_size=5, max_size=5),
+        size=st.tuples(tokens, tokens),
+        weight=st.sampled_from([333, 1_000, 7_000]),
+    )
+    def burst(
+        self, tenants: list[TenantId], version: Any, names: list[PriorityClass], size: tuple[int, int], weight: int
+    ) -> None:
+        """Several patient requests at once, then one slot on each node."""
+        for tenant, name in zip(tenants, names, strict=False):
+            self.fresh += 1
+            attempt = AttemptId(f"fresh{self.fresh}/1")
+            self.enqueue_one(
+                QueueEntry(attempt, tenant, version, name, *size, self.now_ms + 60_000, weight), Room(50, 3)
+            )
+        these = [Offer(instance_key(node, version), version, 3) for node in NODES]
+        taken = self.same(
+            self.real.take(self.pool, these, 3, self.now_ms), self.fake.take(self.pool, these, 3, self.now_ms)
+        )
+        self.running += [ticket.attempt for ticket in taken.granted]
+
+    @rule(how_many=st.integers(1, 4), used=used, run_ms=st.integers(1, 5_000))
+    def serve(self, how_many: int, used: Tokens, run_ms: int) -> None:
+        """Some running requests end well."""
+        done, self.running = self.running[:how_many], self.running[how_many:]
+        endings = [Ending(attempt, Outcome.DONE, used, run_ms) for attempt in done]
+        self.same(self.real.finish(self.pool, endings, self.now_ms), self.fake.finish(self.pool, endings, self.now_ms))
+
+    def enqueue_one(self, entry: QueueEntry, room: Room) -> None:
+        self.same(
+            self.real.enqueue(self.pool, entry, room, self.now_ms),
+            self.fake.enqueue(self.pool, entry, room, self.now_ms),
+        )
+
+    @invariant()
+    def same_accounts(self) -> None:
+        """Every counter behind the answers is equal, so that no difference stays hidden until later."""
+        for version, queues in self.fake.queue(self.pool)._versions.items():
+            real = self.runner.run(self._numbers(f"v:{version}"))
+            assert real.get("pf", 0) == queues.pass_floor_milli
+            assert real.get("rn", 0) == queues.running
+            assert real.get("ra", 0) == queues.average_run_milli
+            for number, lane in enumerate(queues.lanes.values(), start=1):
+                assert real.get(f"p{number}", 0) == lane.pass_milli
+                accounts = self.runner.run(self._numbers(f"acc:{number}:{version}"))
+                assert accounts.pop("floor", 0) == lane.floor_milli
+                expected = {}
+                for tenant, account in lane.accounts.items():
+                    expected[f"s:{tenant}"] = account.service_milli
+                    expected[f"e:{tenant}"] = account.epoch
+                    expected[f"o:{tenant}"] = account.average_output_milli
+                    expected[f"c:{tenant}"] = account.average_cost_milli
+                assert {k: v for k, v in accounts.items() if v} == {k: v for k, v in expected.items() if v}
+
+    async def _numbers(self, name: str) -> dict[str, int]:
+        found = await self.redis.hgetall(pool_prefix(self.pool) + name)
+        return {key.decode(): int(value) for key, value in found.items()}
+
+    @invariant()
+    def same_state(self) -> None:
+        self.same(self.real.snapshot(self.pool, self.now_ms), self.fake.snapshot(self.pool, self.now_ms))
+
+
+def test_redis_decides_as_the_fair_queue_does(redis_url: str) -> None:
+    """Any sequence of verbs gets the same answers from Redis and from the pure queue."""
+    BothStores.url = redis_url
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        BothStores,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
