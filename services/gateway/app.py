@@ -1,0 +1,178 @@
+"""Composition root of the gateway: connects the parts, serves, and drains without losing a stream or a bill."""
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from roundhouse.catalogue.store import CatalogueReader, CatalogueView
+from roundhouse.clock import Clock, SystemClock
+from roundhouse.errors import Unavailable
+from roundhouse.event_bus import EventBus, connect_bus
+from roundhouse.lifecycle import Application, Lifecycle
+from roundhouse.ops_server import Readiness, serve_http, serve_ops
+from roundhouse.redis_edge import open_redis
+from services.gateway.adapters.admission import RedisAdmission
+from services.gateway.adapters.http_app import public_app
+from services.gateway.adapters.http_requests import RequestReader
+from services.gateway.adapters.key_directory import RedisKeyDirectory
+from services.gateway.adapters.openai_routes import OpenAIRoutes
+from services.gateway.adapters.openai_work import OpenAIWork
+from services.gateway.adapters.request_metrics import PrometheusObserver
+from services.gateway.adapters.scheduler_bus import BusScheduler, receive_grants
+from services.gateway.adapters.text_codecs import CheckpointCodecs
+from services.gateway.adapters.triton_node import TritonNodes
+from services.gateway.adapters.usage_outbox import UsageOutbox
+from services.gateway.operations.attempts import Attempts
+from services.gateway.operations.heartbeat import HEARTBEAT_MS, beat, renew
+from services.gateway.operations.run_request import RequestParts
+from services.gateway.operations.settlements import Settlements
+from services.gateway.ports import Admission, InferenceNode, KeyDirectory, TextCodecs
+from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger(__name__)
+
+PROBE_MS = 1_000
+OUTBOX_DRAIN_S = 5.0  # after the streams have ended; more would keep a supervisor waiting
+
+
+@dataclass(slots=True)
+class World:
+    """The outside of a gateway. Tests put fakes here; what is None is connected from the settings."""
+
+    bus: EventBus | None = None
+    catalogue: CatalogueView | None = None
+    keys: KeyDirectory | None = None
+    admission: Admission | None = None
+    node: InferenceNode | None = None
+    codecs: TextCodecs = field(default_factory=CheckpointCodecs)
+    clock: Clock = field(default_factory=SystemClock)
+
+
+@dataclass(slots=True)
+class Addresses:
+    """Ports that were bound, for tests and embedding."""
+
+    http: int = 0
+    grpc: int = 0
+    admin: int = 0
+    ops: int = 0
+
+
+def application(
+    settings: GatewaySettings, world: World | None = None, addresses: Addresses | None = None
+) -> Application:
+    """The gateway as a `lifecycle` application. Entering raises Unavailable if a part cannot be reached."""
+
+    @asynccontextmanager
+    async def run(lifecycle: Lifecycle) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            gateway = Gateway(settings, world or World(), lifecycle, stack)
+            await gateway.start(addresses or Addresses())
+            yield
+
+    return run
+
+
+class Gateway:
+    """One gateway process while it runs."""
+
+    def __init__(self, settings: GatewaySettings, world: World, lifecycle: Lifecycle, stack: AsyncExitStack) -> None:
+        self._settings = settings
+        self._world = world
+        self._lifecycle = lifecycle
+        self._stack = stack
+        self._readiness = Readiness("nats", "redis", "catalogue", "serving")
+
+    async def start(self, addresses: Addresses) -> None:
+        """Connect, subscribe, serve. What is entered first is left last."""
+        settings, world = self._settings, self._world
+        addresses.ops = await self._stack.enter_async_context(
+            serve_ops(self._readiness, settings.bind_host, settings.ops_port)
+        )
+        bus = await self._bus()
+        redis = open_redis(settings.redis_url)
+        self._stack.push_async_callback(redis.aclose)
+        catalogue = await self._catalogue(redis, bus)
+        keys = world.keys or RedisKeyDirectory(redis, world.clock, admin_key_hash=settings.admin_key_hash)
+        parts = await self._parts(bus, redis)
+        self._lifecycle.every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
+        reader = RequestReader(world.clock, body_bytes_max=settings.body_bytes_max, deadline_ms=settings.deadline_ms)
+        openai = OpenAIRoutes(
+            parts, OpenAIWork(catalogue, world.codecs, settings.cluster), catalogue, reader, world.clock
+        )
+        app = public_app(openai.routes(), self._readiness, keys.identify)
+        addresses.http = await self._stack.enter_async_context(
+            serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
+        )
+        self._stack.callback(self._stop_taking_work)
+        self._readiness.set("serving", reason=None)
+        log.info("gateway_serving", http=addresses.http, ops=addresses.ops)
+
+    async def _bus(self) -> EventBus:
+        if self._world.bus is not None:
+            return self._world.bus
+        bus = await connect_bus(self._settings.nats_url, name=f"gateway-{self._settings.instance_id}")
+        self._stack.push_async_callback(bus.close)
+        return bus
+
+    async def _catalogue(self, redis: Redis, bus: EventBus) -> CatalogueView:
+        if self._world.catalogue is not None:
+            return self._world.catalogue
+        reader = CatalogueReader(redis, bus)
+        await reader.start(self._lifecycle)
+        return reader
+
+    async def _parts(self, bus: EventBus, redis: Redis) -> RequestParts:
+        world, settings = self._world, self._settings
+        admission = world.admission
+        if admission is None:
+            admission = limits = RedisAdmission(redis)
+            self._stack.push_async_callback(limits.aclose)
+        node = world.node
+        if node is None:
+            node = nodes = TritonNodes()
+            self._stack.push_async_callback(nodes.close)
+        attempts = Attempts(settings.instance_id)
+        settlements = Settlements(admission)
+        scheduler = BusScheduler(bus)
+        outbox = UsageOutbox(bus)
+        outbox.start(self._lifecycle)
+        self._stack.push_async_callback(outbox.drain, OUTBOX_DRAIN_S)
+        grants = await receive_grants(bus, settings.instance_id, attempts)
+        self._stack.push_async_callback(grants.stop)
+        self._lifecycle.every(HEARTBEAT_MS, lambda: beat(attempts, scheduler, world.clock), "heartbeat")
+        self._lifecycle.every(HEARTBEAT_MS, lambda: renew(attempts, admission, settlements), "lease_renewal")
+        return RequestParts(
+            cluster=settings.cluster,
+            gateway_id=settings.instance_id,
+            admission=admission,
+            scheduler=scheduler,
+            node=node,
+            usage=outbox,
+            attempts=attempts,
+            settlements=settlements,
+            observer=PrometheusObserver(),
+            clock=world.clock,
+        )
+
+    async def _probe(self, bus: EventBus, redis: Redis, catalogue: CatalogueView) -> None:
+        self._readiness.set("nats", reason=None if bus.connected else "NATS is not connected")
+        reason = getattr(catalogue, "not_ready_reason", None)
+        self._readiness.set("catalogue", reason=reason)
+        if self._world.admission is not None:
+            self._readiness.set("redis", reason=None)
+            return
+        try:
+            await cast("Awaitable[bool]", redis.ping())
+        except (RedisError, OSError, TimeoutError):
+            self._readiness.set("redis", reason="Redis does not answer")
+            raise Unavailable("Redis does not answer") from None
+        self._readiness.set("redis", reason=None)
+
+    def _stop_taking_work(self) -> None:
+        self._readiness.set("serving", reason="draining")

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from roundhouse.catalogue.records import Limits
-from roundhouse.vocabulary import KeyId, RequestId, TenantId
+from roundhouse.catalogue.records import Limits, Model
+from roundhouse.vocabulary import KeyId, Outcome, RequestId, TenantId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
 
 
@@ -25,8 +25,11 @@ class Caller:
 class KeyDirectory(Protocol):
     """Resolves key texts."""
 
-    async def identify(self, key_text: str) -> Caller:
-        """Who calls. Raises Unauthenticated (unknown, revoked or expired: one message for all), Unavailable."""
+    async def identify(self, key_text: str, *, fresh: bool = False) -> Caller:
+        """Who calls. Raises Unauthenticated (unknown, revoked or expired: one message for all), Unavailable.
+
+        `fresh` asks the store whether the key is still alive: for what does not go through `Admission.admit`, which
+        asks by itself. Without it a revoked key may be named for a few seconds more."""
         ...
 
 
@@ -51,8 +54,14 @@ class Admission(Protocol):
     ) -> Admitted:
         """Take one request, `reserve_tokens` tokens and a concurrency lease.
 
-        Raises Unauthenticated (key revoked meanwhile), LimitExceeded (with retry_after_ms; nothing was taken),
-        BudgetExhausted, Unavailable. Idempotent by request_id."""
+        `reserve_tokens` is the whole reservation, the prompt's `input_tokens` included. Raises Unauthenticated (key
+        revoked meanwhile), LimitExceeded (nothing was taken; without retry_after_ms if waiting does not help),
+        BudgetExhausted, Conflict (this id was settled before), Unavailable. Idempotent by request_id.
+        A cancelled call leaves nothing counted."""
+        ...
+
+    async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
+        """Undo an admission entirely, its count of one request too (invariant 15). Idempotent. Raises Unavailable."""
         ...
 
     async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
@@ -68,19 +77,19 @@ class SchedulerGateway(Protocol):
     """The scheduler, over the bus."""
 
     async def submit(self, request: scheduling_pb2.SubmitRequest) -> scheduling_pb2.SubmitReply:
-        """Queue a request. Raises Unavailable."""
+        """Queue a request. Idempotent by (request_id, attempt). Raises Unavailable."""
         ...
 
     async def cancel(self, cancel: scheduling_pb2.Cancel) -> None:
-        """Take a request out of its queue."""
+        """Take a request out of its queue. Raises Unavailable."""
         ...
 
     async def finished(self, finished: scheduling_pb2.Finished) -> None:
-        """Release the slot and settle the service; repeated by `heartbeat`."""
+        """Release the slot and settle the service; repeated by `heartbeat`. Raises Unavailable."""
         ...
 
     async def heartbeat(self, heartbeat: scheduling_pb2.Heartbeat) -> None:
-        """Renew all leases of this gateway."""
+        """Renew all leases of this gateway. Raises Unavailable."""
         ...
 
 
@@ -113,21 +122,146 @@ class EngineChunk:
     embedding: tuple[float, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One KServe v2 tensor, its elements as raw little-endian bytes (BYTES: each with a 4-byte length before it)."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequest:
+    """One call of a tensor model. Tensors agree with their shapes before this is made (case B43)."""
+
+    request_id: RequestId
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[str, ...]  # names asked for; empty = all
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReply:
+    """The answer to a `TensorRequest`."""
+
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An input or output that a model declares. -1 in `shape` = any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """Inputs and outputs of a model, with the batch dimension where there is one."""
+
+    platform: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
 class InferenceNode(Protocol):
     """Triton nodes, addressed by the placement of a grant."""
 
     def generate(
         self, placement: scheduling_pb2.Placement, request: EngineRequest, *, timeout_ms: int
     ) -> AsyncIterator[EngineChunk]:
-        """Stream chunks. Closing the iterator cancels the request on the node.
+        """Stream chunks. Closing the iterator, or cancelling its reader, cancels the request on the node.
 
-        Raises EngineFailed (with what the engine said, if it is for the caller: InvalidInput), DeadlinePassed."""
+        Raises InvalidInput (what the engine says is the caller's fault), DeadlinePassed, EngineFailed (anything else,
+        also a node that is away)."""
+        ...
+
+    async def infer(
+        self, placement: scheduling_pb2.Placement, request: TensorRequest, *, timeout_ms: int
+    ) -> TensorReply:
+        """One call of a tensor model. Cancellation cancels it on the node. Raises as `generate`."""
+        ...
+
+
+class SignatureSource(Protocol):
+    """What is known of the tensors of models."""
+
+    async def signature(self, model: Model) -> ModelSignature | None:
+        """Inputs and outputs of the current version; None if they cannot be known without loading it."""
         ...
 
 
 class UsageSink(Protocol):
     """Where usage events go so that they are not lost."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for the events of one more request; without it new work is refused."""
+        ...
+
     async def record(self, event: usage_pb2.UsageEvent) -> None:
-        """Keep the event until the stream has it. Idempotent by event id."""
+        """Keep the event until the stream has it. Idempotent by event id. Does not wait for the stream."""
+        ...
+
+
+class RequestObserver(Protocol):
+    """Hears of the life of requests, for metrics. Never raises."""
+
+    def started(self, operation: str, model: str) -> None:
+        """A request was admitted."""
+        ...
+
+    def queued(self, model: str, change: int) -> None:
+        """`change` (+1 or -1) requests wait for a grant."""
+        ...
+
+    def ended(self, ended: "RequestEnded") -> None:
+        """An admitted request ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """How one admitted request went."""
+
+    operation: str
+    model: str
+    outcome: Outcome
+    error_type: str  # empty = no error
+    total_ms: int
+    first_token_ms: int | None  # from admission
+    queue_ms: int
+    output_tokens: int
+
+
+class TextCodec(Protocol):
+    """Tokenizer and chat template of one model version."""
+
+    vocabulary_size: int
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        ...
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text. Long texts are encoded off the event loop."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        ...
+
+    async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
+        """The prompt of a conversation. Raises InvalidInput when the template refuses it or there is none."""
+        ...
+
+
+class TextCodecs(Protocol):
+    """Codecs of all models, loaded when first needed."""
+
+    async def codec(self, model: Model) -> TextCodec:
+        """The codec of the model's current version. Raises Unavailable if its files cannot be read."""
         ...

@@ -1,0 +1,73 @@
+"""What routes need of a request: its body within a limit, a caller who may run models, its deadline."""
+
+from starlette.requests import ClientDisconnect, Request
+
+from roundhouse.clock import Clock
+from roundhouse.errors import Forbidden, InvalidInput
+from services.gateway.adapters.http_errors import BodyTooLarge
+from services.gateway.adapters.openai_work import RequestContext
+from services.gateway.domain.outcomes import ClientLeft
+from services.gateway.ports import Caller
+
+INFERENCE_SCOPE = "inference"
+DEADLINE_HEADER = "x-request-deadline-ms"
+DEADLINE_MS_MAX = 3_600_000  # a guess: an hour is the longest anyone should hold a slot
+
+
+class RequestReader:
+    """Reads requests. `body_bytes_max` bounds memory, `deadline_ms` is the default time a request may take in all."""
+
+    def __init__(self, clock: Clock, *, body_bytes_max: int, deadline_ms: int) -> None:
+        self._clock = clock
+        self._body_bytes_max = body_bytes_max
+        self._deadline_ms = deadline_ms
+
+    async def body(self, request: Request) -> bytes:
+        """The whole body. Raises BodyTooLarge, as soon as it is known, and ClientLeft."""
+        announced = request.headers.get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > self._body_bytes_max:
+            raise self._too_large()
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async for piece in request.stream():
+                size += len(piece)
+                if size > self._body_bytes_max:
+                    raise self._too_large()
+                pieces.append(piece)
+        except ClientDisconnect as error:
+            raise ClientLeft from error
+        return b"".join(pieces)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The body may have at most {self._body_bytes_max} bytes.", code="body_too_large")
+
+    def inference_caller(self, request: Request) -> Caller:
+        """The authenticated caller. Raises Forbidden for a key that may not run models."""
+        caller: Caller = request.scope["state"]["caller"]
+        return allowed_to_infer(caller)
+
+    def context(self, request: Request) -> RequestContext:
+        """Who asks, under which id, until when. Raises Forbidden, InvalidInput."""
+        caller = self.inference_caller(request)
+        return RequestContext(request.scope["state"]["request_id"], caller, self.deadline_unix_ms(request))
+
+    def deadline_unix_ms(self, request: Request) -> int:
+        """When the request must have ended. Raises InvalidInput for a header that is no positive number."""
+        return self._clock.now_ms() + deadline_ms_of(request.headers.get(DEADLINE_HEADER), self._deadline_ms)
+
+
+def deadline_ms_of(text: str | None, default: int) -> int:
+    """Milliseconds from a deadline header, or the default. Raises InvalidInput."""
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:12]) <= DEADLINE_MS_MAX):
+        raise InvalidInput(f"'{DEADLINE_HEADER}' must be 1 to {DEADLINE_MS_MAX}.", param=DEADLINE_HEADER)
+    return int(text)
+
+
+def allowed_to_infer(caller: Caller) -> Caller:
+    """The caller, if its key may run models; raises Forbidden."""
+    if INFERENCE_SCOPE not in caller.scopes:
+        raise Forbidden("This key may not run models.")
+    return caller

@@ -1,0 +1,250 @@
+"""From a checked OpenAI body to `Work`: model resolved, prompts rendered and counted, window checked, calls laid out.
+
+Nothing is spent here (invariant 15): no limit is touched and no engine is called. The cache salt comes from the
+authenticated tenant alone (invariants 11 and 16).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundhouse.block_keys import prefix_block_keys, tenant_salt
+from roundhouse.catalogue.records import Adapter, Interface, Model, Tenant
+from roundhouse.catalogue.store import CatalogueView
+from roundhouse.errors import InvalidInput, NotFound, Unauthenticated
+from roundhouse.vocabulary import RequestId
+from services.gateway.adapters.openai_bodies import (
+    EMBEDDING_INPUTS_MAX,
+    PROMPTS_MAX,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    checked_messages,
+    prompts_of,
+)
+from services.gateway.domain.context_window import (
+    CHAT_OUTPUT_TOKENS_DEFAULT,
+    COMPLETION_OUTPUT_TOKENS_DEFAULT,
+    check_input,
+    output_limit,
+)
+from services.gateway.domain.sampling import Sampling, check_vocabulary
+from services.gateway.operations.accounting import Work
+from services.gateway.ports import Caller, EngineRequest, TextCodec, TextCodecs
+
+BLOCK_TOKENS = 16  # of our engines; keys of another size would only miss
+CALLS_MAX = 128  # a guess: prompts times choices of one request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What the edge knows of a request besides its body."""
+
+    request_id: RequestId
+    caller: Caller
+    deadline_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, as text and as the model's tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Work with what the answer's shape needs to know."""
+
+    work: Work
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    tenant: Tenant
+    model: Model
+    adapter: Adapter | None
+    codec: TextCodec
+
+
+class OpenAIWork:
+    """Makes `Work` of bodies."""
+
+    def __init__(self, catalogue: CatalogueView, codecs: TextCodecs, cluster: str) -> None:
+        self._catalogue = catalogue
+        self._codecs = codecs
+        self._cluster = cluster
+
+    async def chat(self, body: ChatBody, context: RequestContext) -> Prepared:
+        """Raises InvalidInput, NotFound, Unavailable."""
+        sampling = body.checked_sampling()
+        messages = checked_messages(body.messages)
+        tools = body.checked_tools()
+        resolved = await self._resolve(body.model, context.caller)
+        if tools and not resolved.codec.renders_tools:
+            raise InvalidInput(
+                "This model's chat template has no place for tools.", code="unsupported_parameter", param="tools"
+            )
+        text = await resolved.codec.render_chat(messages, tools)
+        # The template writes the model's special tokens itself.
+        prompt = Prompt(text, await resolved.codec.encode(text, add_special_tokens=False))
+        return self._generation(
+            "chat", context, resolved, [prompt], sampling, CHAT_OUTPUT_TOKENS_DEFAULT, param="messages"
+        )
+
+    async def completion(self, body: CompletionBody, context: RequestContext) -> Prepared:
+        """Raises InvalidInput, NotFound, Unavailable."""
+        sampling = body.checked_sampling()
+        given = prompts_of(body.prompt, param="prompt", at_most=PROMPTS_MAX)
+        if len(given) * sampling.n > CALLS_MAX:
+            raise InvalidInput(f"prompts times 'n' may be at most {CALLS_MAX}.", param="n")
+        resolved = await self._resolve(body.model, context.caller)
+        prompts = [await _prompt(one, resolved.codec, "prompt") for one in given]
+        return self._generation(
+            "completion", context, resolved, prompts, sampling, COMPLETION_OUTPUT_TOKENS_DEFAULT, param="prompt"
+        )
+
+    async def embedding(self, body: EmbeddingBody, context: RequestContext) -> Prepared:
+        """Raises InvalidInput, NotFound, Unavailable."""
+        body.check()
+        given = prompts_of(body.input, param="input", at_most=EMBEDDING_INPUTS_MAX)
+        resolved = await self._resolve(body.model, context.caller)
+        prompts = [await _prompt(one, resolved.codec, "input") for one in given]
+        for prompt in prompts:
+            check_input(resolved.model, prompt_tokens=len(prompt.token_ids), param="input")
+        calls = [self._call(context, resolved, prompt, "", phase="embed") for prompt in prompts]
+        return self._prepared("embedding", context, resolved, prompts, calls, output_tokens=0, choices=1)
+
+    def _generation(
+        self,
+        operation: str,
+        context: RequestContext,
+        resolved: _Resolved,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        default: int,
+        *,
+        param: str,
+    ) -> Prepared:
+        check_vocabulary(sampling, resolved.codec.vocabulary_size)
+        calls: list[EngineRequest] = []
+        total = 0
+        for prompt in prompts:
+            limit = output_limit(
+                resolved.model,
+                prompt_tokens=len(prompt.token_ids),
+                asked=sampling.max_tokens,
+                default=default,
+                param=param,
+            )
+            if sampling.min_tokens is not None and sampling.min_tokens > limit:
+                raise InvalidInput("'min_tokens' is more than the completion may have.", param="min_tokens")
+            total += limit * sampling.n
+            for choice in range(sampling.n):
+                parameters = sampling.engine_parameters(choice, limit)
+                calls.append(self._call(context, resolved, prompt, parameters, logprobs=sampling.logprobs is not None))
+        return self._prepared(operation, context, resolved, prompts, calls, output_tokens=total, choices=sampling.n)
+
+    def _call(
+        self,
+        context: RequestContext,
+        resolved: _Resolved,
+        prompt: Prompt,
+        parameters: str,
+        *,
+        phase: str = "full",
+        logprobs: bool = False,
+    ) -> EngineRequest:
+        return EngineRequest(
+            request_id=context.request_id,
+            text_input=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            sampling_parameters=parameters,
+            phase=phase,
+            # Always in pieces: what a client who leaves has to pay is what came until then (case B35).
+            stream=True,
+            salt=self._salt(context.caller),
+            adapter_path="",  # on the node; the grant says it
+            adapter_digest=resolved.adapter.digest if resolved.adapter else "",
+            return_logprobs=logprobs,
+        )
+
+    def _prepared(
+        self,
+        operation: str,
+        context: RequestContext,
+        resolved: _Resolved,
+        prompts: Sequence[Prompt],
+        calls: Sequence[EngineRequest],
+        *,
+        output_tokens: int,
+        choices: int,
+    ) -> Prepared:
+        work = Work(
+            request_id=context.request_id,
+            operation=operation,
+            caller=context.caller,
+            tenant=resolved.tenant,
+            model=resolved.model,
+            adapter=resolved.adapter,
+            input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            max_output_tokens=output_tokens,
+            deadline_unix_ms=context.deadline_unix_ms,
+            calls=tuple(calls),
+            choices=choices,
+            block_keys=self._block_keys(context.caller, resolved, prompts[0]) if operation != "embedding" else (),
+        )
+        return Prepared(work, tuple(prompts))
+
+    async def _resolve(self, name: str, caller: Caller) -> _Resolved:
+        tenant, model, adapter = resolve_model(self._catalogue, caller, name)
+        if model.interface is not Interface.LLM or not model.tokenizer_path:
+            raise InvalidInput(
+                f"The model '{model.name}' is called with tensors, under /v2.", code="wrong_interface", param="model"
+            )
+        return _Resolved(tenant, model, adapter, await self._codecs.codec(model))
+
+    def _salt(self, caller: Caller) -> str:
+        return tenant_salt(self._cluster, caller.tenant_id).hex()
+
+    def _block_keys(self, caller: Caller, resolved: _Resolved, prompt: Prompt) -> tuple[bytes, ...]:
+        adapter = _digest_bytes(resolved.adapter.digest) if resolved.adapter else b""
+        salt = tenant_salt(self._cluster, caller.tenant_id)
+        model = _digest_bytes(resolved.model.digest)
+        return tuple(prefix_block_keys(salt, model, adapter, BLOCK_TOKENS, prompt.token_ids))
+
+
+def _digest_bytes(digest: str) -> bytes:
+    """The bytes of a "sha256:…" digest, as engines put them into block keys."""
+    return bytes.fromhex(digest.removeprefix("sha256:"))
+
+
+def resolve_model(catalogue: CatalogueView, caller: Caller, name: str) -> tuple[Tenant, Model, Adapter | None]:
+    """Tenant, model and adapter behind a name. Raises NotFound alike for what is not there and what may not be seen."""
+    current = catalogue.current
+    tenant = current.tenants.get(caller.tenant_id)
+    if tenant is None:
+        raise Unauthenticated("the API key is not valid")
+    found = current.resolve(caller.tenant_id, name)
+    if found is None:
+        raise NotFound(model_not_found_text(name), param="model")
+    return tenant, *found
+
+
+NAME_CHARACTERS_SHOWN = 100
+
+
+def model_not_found_text(name: str) -> str:
+    """The one text for every model that a tenant cannot call."""
+    shown = name if len(name) <= NAME_CHARACTERS_SHOWN else name[:NAME_CHARACTERS_SHOWN] + "…"
+    return f"The model '{shown}' does not exist or you do not have access to it."
+
+
+async def _prompt(given: Any, codec: TextCodec, param: str) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(given, await codec.encode(given, add_special_tokens=True))
+    if any(not 0 <= token < codec.vocabulary_size for token in given):
+        raise InvalidInput("a token id is not in the model's vocabulary.", param=param)
+    return Prompt(codec.decode(given), tuple(given))

@@ -1,0 +1,55 @@
+"""`SchedulerGateway` over the bus, and the subscription that receives this gateway's grants.
+
+Source: ARCHITECTURE.md, "NATS subjects".
+"""
+
+from google.protobuf.message import DecodeError
+
+from roundhouse import subjects
+from roundhouse.errors import Unavailable
+from roundhouse.event_bus import EventBus, Message, Subscription
+from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.gateway.operations.attempts import Attempts
+
+SUBMIT_TIMEOUT_MS = 2_000  # a guess: far above the 0.4 ms of an idle scheduler, far below any deadline
+GRANT_HANDLERS = 64  # delivering is a dictionary look-up; this only bounds a flood
+
+
+class BusScheduler:
+    """See `SchedulerGateway`."""
+
+    def __init__(self, bus: EventBus) -> None:
+        self._bus = bus
+
+    async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
+        """See `SchedulerGateway.submit`. Raises Unavailable also for an empty or unreadable reply."""
+        data = await self._bus.request(subjects.WORK_SUBMIT, request.SerializeToString(), timeout_ms=SUBMIT_TIMEOUT_MS)
+        try:
+            reply = wire.SubmitReply.FromString(data)
+        except DecodeError as error:
+            raise Unavailable("the scheduler's reply cannot be read") from error
+        if reply.WhichOneof("result") is None:
+            raise Unavailable("the scheduler did not decide")
+        return reply
+
+    async def cancel(self, cancel: wire.Cancel) -> None:
+        """See `SchedulerGateway.cancel`."""
+        await self._bus.publish(subjects.WORK_CANCEL, cancel.SerializeToString())
+
+    async def finished(self, finished: wire.Finished) -> None:
+        """See `SchedulerGateway.finished`."""
+        await self._bus.publish(subjects.WORK_FINISHED, finished.SerializeToString())
+
+    async def heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        """See `SchedulerGateway.heartbeat`."""
+        await self._bus.publish(subjects.WORK_HEARTBEAT, heartbeat.SerializeToString())
+
+
+async def receive_grants(bus: EventBus, gateway_id: str, attempts: Attempts) -> Subscription:
+    """Deliver the grants and rejections for this gateway, and answer whether they are wanted."""
+
+    async def on_delivery(message: Message) -> bytes:
+        wanted = attempts.deliver(wire.GrantDelivery.FromString(message.data))
+        return wire.GrantAck(wanted=wanted).SerializeToString()
+
+    return await bus.subscribe(subjects.gateway_grant(gateway_id), on_delivery, concurrency=GRANT_HANDLERS)

@@ -1,0 +1,149 @@
+"""Tokenizers and chat templates of models, loaded off the event loop when first needed and kept by digest.
+
+Counting with the model's own tokenizer is what makes limits, fairness and bills agree with the engine. Templates come
+with models, so they are programs of strangers: they run in Jinja's immutable sandbox and only get the conversation.
+Source of the files: the Hugging Face checkpoint layout (tokenizer.json, tokenizer_config.json, chat_template.jinja).
+"""
+
+import asyncio
+import datetime
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from roundhouse.catalogue.records import Model
+from roundhouse.errors import InvalidInput, Unavailable
+
+CODECS_MAX = 64  # a guess: some 10 MB each for a vocabulary of 128,000
+INLINE_CHARACTERS_MAX = 4_000  # about 1 ms of encoding; longer texts leave the loop
+PROMPT_CHARACTERS_MAX = 16 * 1024 * 1024  # a template may not blow a prompt up without limit
+
+
+class HuggingFaceCodec:
+    """`TextCodec` of one checkpoint folder. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the files; raises OSError or ValueError. Takes from 1 ms to 1 s: call it off the loop."""
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        source = _template_source(folder, config)
+        self._template = _environment().from_string(source) if source is not None else None
+        self.renders_tools: bool = source is not None and "tools" in source
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """See `TextCodec.encode`."""
+        if len(text) <= INLINE_CHARACTERS_MAX:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `TextCodec.decode`."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
+        """See `TextCodec.render_chat`."""
+        size = sum(len(str(message)) for message in messages)
+        if size <= INLINE_CHARACTERS_MAX:
+            return self._render(messages, tools)
+        return await asyncio.to_thread(self._render, messages, tools)
+
+    def _render(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
+        if self._template is None:
+            raise InvalidInput("This model has no chat template; use /v1/completions.", param="messages")
+        try:
+            text = self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._special)
+        except TemplateRefusal as error:
+            raise InvalidInput(str(error), param="messages") from error
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise InvalidInput("The model's chat template does not take these messages.", param="messages") from error
+        if len(text) > PROMPT_CHARACTERS_MAX:
+            raise InvalidInput("The prompt is too long.", code="context_length_exceeded", param="messages")
+        return text
+
+
+class TemplateRefusal(Exception):
+    """A template called `raise_exception`; the text is the model author's, for the caller."""
+
+
+class CheckpointCodecs:
+    """`TextCodecs`: least recently used of `CODECS_MAX`, one load at a time for each version."""
+
+    def __init__(self) -> None:
+        self._codecs: OrderedDict[tuple[str, str], asyncio.Task[HuggingFaceCodec]] = OrderedDict()
+
+    async def codec(self, model: Model) -> HuggingFaceCodec:
+        """See `TextCodecs.codec`. A failed load is tried again by the next caller; cancellation does not stop it."""
+        key = (model.tokenizer_path, model.digest)
+        task = self._codecs.get(key)
+        if task is None:
+            task = asyncio.create_task(asyncio.to_thread(HuggingFaceCodec, Path(model.tokenizer_path)))
+            self._codecs[key] = task
+            while len(self._codecs) > CODECS_MAX:
+                self._codecs.popitem(last=False)
+        else:
+            self._codecs.move_to_end(key)
+        if task.done() and task.exception() is None:
+            return task.result()
+        try:
+            return await asyncio.shield(task)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            self._codecs.pop(key, None)
+            raise Unavailable(f"The tokenizer of '{model.name}' cannot be read.") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own filter escapes for HTML, which would change prompts.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRefusal(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now(tz=datetime.UTC).strftime(pattern)
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default") or named.get("tool_use")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"] if isinstance(value, dict) else value or "")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,118 @@
+"""What an ended attempt says of itself: the finish for the scheduler and the usage event for metering.
+
+Both carry the same token counts, which are those of what was streamed (invariant 13). An attempt that failed before
+its first token costs nothing; one that was cancelled or expired costs its prompt and what was generated until then,
+once an engine had it.
+"""
+
+from dataclasses import dataclass
+
+from roundhouse.catalogue.records import Adapter, Model, Tenant
+from roundhouse.vocabulary import Outcome, RequestId
+from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
+from services.gateway.domain.outcomes import outcome_of, status_of
+from services.gateway.operations.attempts import Attempt
+from services.gateway.ports import Caller, EngineRequest, TensorRequest
+
+EVENT_TYPE = "roundhouse.usage.v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A checked request, ready to be admitted. `calls` are prompt-major: choice c of prompt p is at p·choices + c."""
+
+    request_id: RequestId
+    operation: str  # chat, completion, embedding, infer
+    caller: Caller
+    tenant: Tenant
+    model: Model
+    adapter: Adapter | None
+    input_tokens: int
+    max_output_tokens: int  # of all calls together
+    deadline_unix_ms: int
+    calls: tuple[EngineRequest | TensorRequest, ...]
+    choices: int = 1
+    block_keys: tuple[bytes, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the tenant called: the adapter's name if there is one."""
+        return self.adapter.name if self.adapter is not None else self.model.name
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An attempt that has just ended, and how long it took on the instance and in all."""
+
+    attempt: Attempt
+    outcome: Outcome
+    status: int
+    run_ms: int
+    total_ms: int
+
+
+def ending_of(attempt: Attempt, error: BaseException | None, monotonic_ms: int) -> Ending:
+    """Close the books of an attempt: what is not to be billed is taken out of its counts."""
+    outcome = outcome_of(error)
+    if attempt.opened_ms is None or (outcome is Outcome.FAILED and attempt.output_tokens == 0):
+        attempt.input_tokens = attempt.cached_tokens = attempt.output_tokens = 0
+    run_ms = monotonic_ms - attempt.opened_ms if attempt.opened_ms is not None else 0
+    return Ending(attempt, outcome, status_of(error), run_ms, monotonic_ms - attempt.submitted_ms)
+
+
+def finished_message(ending: Ending) -> scheduling_pb2.Finished:
+    """The finish of an attempt that had a grant."""
+    attempt = ending.attempt
+    assert attempt.grant is not None
+    return scheduling_pb2.Finished(
+        request_id=attempt.request_id,
+        attempt=attempt.number,
+        lease_id=attempt.grant.lease_id,
+        pool=attempt.pool,
+        outcome=ending.outcome.to_wire(),
+        input_tokens=attempt.input_tokens,
+        cached_tokens=attempt.cached_tokens,
+        output_tokens=attempt.output_tokens,
+        run_ms=ending.run_ms,
+    )
+
+
+def usage_event(work: Work, ending: Ending, cluster: str, now_ms: int) -> usage_pb2.UsageEvent:
+    """The one usage event of an attempt. `now_ms` is Unix time."""
+    attempt = ending.attempt
+    grant = attempt.grant or scheduling_pb2.Grant()
+    by_engine = attempt.counted_by_engine
+    data = usage_pb2.UsageData(
+        request_id=attempt.request_id,
+        attempt=attempt.number,
+        key_id=work.caller.key_id,
+        model=work.model.name,
+        model_digest=work.model.digest,
+        adapter=work.adapter.name if work.adapter else "",
+        adapter_digest=work.adapter.digest if work.adapter else "",
+        priority_class=work.tenant.priority_class.to_wire(),
+        outcome=ending.outcome.to_wire(),
+        status=ending.status,
+        finish_reason=attempt.finish_reason,
+        input_tokens=attempt.input_tokens,
+        cached_tokens=attempt.cached_tokens,
+        output_tokens=attempt.output_tokens,
+        counted_by=usage_pb2.TOKEN_SOURCE_ENGINE if by_engine else usage_pb2.TOKEN_SOURCE_GATEWAY,
+        queue_ms=grant.queue_ms if attempt.grant is not None else ending.total_ms,
+        stage_ms=grant.stage_ms,
+        load_ms=grant.load_ms,
+        first_token_ms=attempt.first_token_ms or 0,
+        total_ms=ending.total_ms,
+        run_ms=ending.run_ms,
+        node_id=grant.placements[0].node_id if grant.placements else "",
+        operation=work.operation,
+        emitter="gateway",
+    )
+    return usage_pb2.UsageEvent(
+        id=f"{attempt.request_id}/{attempt.number}",
+        source=cluster,
+        type=EVENT_TYPE,
+        subject=work.caller.tenant_id,
+        time_unix_ms=now_ms,
+        data=data,
+    )

@@ -1,0 +1,91 @@
+"""The engine streams of one grant, read as one: a request with several prompts or choices opens several.
+
+Closing the iterator cancels every stream that is open. The first failure ends all of them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundhouse.wire.v1.scheduling_pb2 import Placement
+from services.gateway.ports import EngineChunk, EngineRequest, InferenceNode, TensorReply, TensorRequest
+
+STREAMS_MAX = 8  # a guess: streams of one grant at a time; more would take the slots of others inside the engine
+PIECES_MAX = 64  # pieces read ahead of the client, over all streams of a grant
+
+
+@dataclass(slots=True)
+class Produced:
+    """Something came out of call `index`. `seen_before` is False for the first piece of each call."""
+
+    index: int
+    piece: EngineChunk | TensorReply
+    seen_before: bool
+
+
+async def produced_by(
+    node: InferenceNode, placement: Placement, calls: Sequence[EngineRequest | TensorRequest], timeout_ms: int
+) -> AsyncIterator[Produced]:
+    """Everything the calls produce, in order within each call. Raises what the node raises."""
+    if len(calls) == 1:
+        streams = _one(node, placement, calls[0], 0, timeout_ms)
+    else:
+        streams = _several(node, placement, calls, timeout_ms)
+    try:
+        async for item in streams:
+            yield item
+    finally:
+        await streams.aclose()  # type: ignore[attr-defined]  # both are async generators
+
+
+async def _one(
+    node: InferenceNode, placement: Placement, call: EngineRequest | TensorRequest, index: int, timeout_ms: int
+) -> AsyncIterator[Produced]:
+    if isinstance(call, TensorRequest):
+        yield Produced(index, await node.infer(placement, call, timeout_ms=timeout_ms), False)
+        return
+    stream = node.generate(placement, call, timeout_ms=timeout_ms)
+    seen = False
+    try:
+        async for chunk in stream:
+            yield Produced(index, chunk, seen)
+            seen = True
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]  # contract: closing the iterator cancels
+
+
+async def _several(
+    node: InferenceNode, placement: Placement, calls: Sequence[EngineRequest | TensorRequest], timeout_ms: int
+) -> AsyncIterator[Produced]:
+    pieces: asyncio.Queue[Produced | BaseException | None] = asyncio.Queue(PIECES_MAX)
+    permits = asyncio.Semaphore(STREAMS_MAX)
+
+    async def pump(index: int, call: EngineRequest | TensorRequest) -> None:
+        try:
+            async with permits:
+                async for item in _one(node, placement, call, index, timeout_ms):
+                    await pieces.put(item)
+            await pieces.put(None)
+        except Exception as error:  # noqa: BLE001 - raised again by the reader
+            await pieces.put(error)
+
+    pumps = [asyncio.create_task(pump(index, call)) for index, call in enumerate(calls)]
+    try:
+        running = len(pumps)
+        while running:
+            item = await pieces.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        await _cancel_all(pumps)
+
+
+async def _cancel_all(tasks: "list[asyncio.Task[Any]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

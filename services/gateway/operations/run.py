@@ -1,0 +1,332 @@
+"""One admitted request: its attempts, its grant, its engine streams and what they produced.
+
+Invariants 1 and 13: `finish` closes an attempt once, and the counts it reports are those of the chunks yielded here.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import structlog
+
+from roundhouse.errors import EngineFailed, RoundhouseError, Unavailable
+from roundhouse.vocabulary import PoolName
+from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.gateway.domain.outcomes import refusal_error
+from services.gateway.operations.accounting import Work, ending_of, finished_message, usage_event
+from services.gateway.operations.attempts import Attempt
+from services.gateway.operations.engine_streams import Produced, produced_by
+from services.gateway.operations.shielding import finished_anyway
+from services.gateway.ports import Admitted, EngineRequest, TensorReply, TensorRequest
+
+if TYPE_CHECKING:
+    from services.gateway.operations.run_request import RequestParts
+
+log = structlog.get_logger(__name__)
+
+ATTEMPTS_MAX = 2  # one retry, and only before the first token
+SUBMIT_TRIES_MAX = 2  # submitting is idempotent; a second try reaches another replica
+COMMENT_INTERVAL_S = 2.0  # contract: a waiting stream hears something every 2 s or so
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing has come yet. `estimated_ms` is what is left of the scheduler's estimate; 0 = none."""
+
+    stage: str  # queued, loading, running
+    position: int
+    estimated_ms: int
+
+
+RunEvent = Waiting | Produced
+
+
+class Run:
+    """See the module. Made by `run_request`; `events` is iterated once."""
+
+    def __init__(self, parts: "RequestParts", work: Work, admitted: Admitted) -> None:
+        self.work = work
+        self.admitted = admitted
+        self.started_ms = parts.clock.monotonic_ms()
+        self.used_tokens = 0
+        self._parts = parts
+        self._attempt: Attempt | None = None
+        self._events: AsyncGenerator[RunEvent, None] | None = None
+
+    def events(self) -> AsyncIterator[RunEvent]:
+        """`Waiting` now and then until the first chunk, then everything the engine produces.
+
+        Raises what the scheduler's refusal means, EngineFailed, InvalidInput and Unavailable. A failure before the
+        first chunk is tried once more, through the scheduler. The attempt is finished before the last piece comes."""
+        assert self._events is None, "a run is iterated once"
+        self._events = self._all_events()
+        return self._events
+
+    async def close_streams(self) -> None:
+        """Cancel whatever still runs on nodes, wherever the iteration stands. Idempotent."""
+        if self._events is not None:
+            await self._events.aclose()
+
+    async def _all_events(self) -> AsyncGenerator[RunEvent, None]:
+        for number in range(1, ATTEMPTS_MAX + 1):
+            try:
+                async for event in self._attempt_events(number):
+                    yield event
+                return
+            except (EngineFailed, Unavailable) as error:
+                attempt = self._attempt
+                if number == ATTEMPTS_MAX or attempt is None or attempt.grant is None or attempt.output_tokens:
+                    raise
+                log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
+                await finished_anyway(self.finish(error))
+
+    async def _attempt_events(self, number: int) -> AsyncIterator[RunEvent]:
+        attempt = await finished_anyway(self._submit(number))
+        self._parts.observer.queued(self.work.model.name, 1)
+        try:
+            async for waiting in self._until_done(attempt.answer, attempt):
+                yield waiting
+        finally:
+            self._parts.observer.queued(self.work.model.name, -1)
+        async for event in self._stream(attempt, attempt.answer.result()):
+            yield event
+
+    async def _submit(self, number: int) -> Attempt:
+        """Submit; returns the accepted attempt, raises the refusal."""
+        attempt = Attempt(
+            request_id=self.work.request_id,
+            number=number,
+            pool=pool_of(self.work),
+            submitted_ms=self._parts.clock.monotonic_ms(),
+            answer=asyncio.get_running_loop().create_future(),
+            admitted=self.admitted,
+        )
+        self._parts.attempts.add(attempt)
+        try:
+            reply = await self._submitted(_submit_request(self.work, attempt, self._parts.gateway_id))
+        except Unavailable:
+            # It may be queued after all: take it out. A grant for it would be answered "not wanted".
+            self._parts.attempts.remove(attempt)
+            await self._quietly(self._parts.scheduler.cancel(self._cancel_message(attempt)))
+            raise
+        if reply.WhichOneof("result") == "refused":
+            self._parts.attempts.remove(attempt)
+            raise refusal_error(reply.refused)
+        attempt.position = reply.accepted.position
+        attempt.estimated_wait_ms = reply.accepted.estimated_wait_ms
+        attempt.cold = reply.accepted.cold
+        self._attempt = attempt
+        return attempt
+
+    async def _submitted(self, request: wire.SubmitRequest) -> wire.SubmitReply:
+        for tries in range(1, SUBMIT_TRIES_MAX + 1):
+            try:
+                return await self._parts.scheduler.submit(request)
+            except Unavailable:
+                if tries == SUBMIT_TRIES_MAX:
+                    raise
+        raise AssertionError("the loop returns or raises")
+
+    async def _until_done(self, answer: "asyncio.Future[Any]", attempt: Attempt) -> AsyncIterator[Waiting]:
+        """`Waiting` every `COMMENT_INTERVAL_S` until `answer` is done."""
+        while not answer.done():
+            await asyncio.wait((answer,), timeout=COMMENT_INTERVAL_S)
+            if not answer.done():
+                yield self._waiting(attempt)
+
+    def _waiting(self, attempt: Attempt) -> Waiting:
+        if attempt.grant is not None:
+            return Waiting("running", 0, 0)
+        left_ms = attempt.estimated_wait_ms - (self._parts.clock.monotonic_ms() - attempt.submitted_ms)
+        return Waiting("loading" if attempt.cold else "queued", attempt.position, max(0, left_ms))
+
+    async def _stream(self, attempt: Attempt, grant: wire.Grant) -> AsyncIterator[RunEvent]:
+        """Open the engine streams and yield what they produce."""
+        attempt.opened_ms = self._parts.clock.monotonic_ms()
+        attempt.input_tokens = self.work.input_tokens
+        calls = [_placed(call, grant) for call in self.work.calls]
+        timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
+        produced = produced_by(self._parts.node, grant.placements[0], calls, timeout_ms)
+        first = asyncio.ensure_future(_next_or_none(produced))
+        try:
+            async for waiting in self._until_done(first, attempt):
+                yield waiting
+            item = first.result()
+            left = len(calls)
+            attempt.first_token_ms = self._parts.clock.monotonic_ms() - attempt.submitted_ms
+            while item is not None:
+                left -= self._count(attempt, item)
+                if left == 0:
+                    # Before the last piece is handed on: a client that leaves after reading it has had everything.
+                    await finished_anyway(self.finish(None))
+                yield item
+                item = await anext(produced, None)
+            if left:
+                raise EngineFailed("The engine ended without finishing the request.")
+        finally:
+            await finished_anyway(_close(first, produced))
+
+    def _count(self, attempt: Attempt, item: Produced) -> bool:
+        """Add a piece to the books; True if it is the last one of its call."""
+        if isinstance(item.piece, TensorReply):
+            attempt.finish_reason = "stop"
+            return True
+        chunk = item.piece
+        attempt.output_tokens += chunk.output_tokens
+        attempt.counted_by_engine = attempt.counted_by_engine or chunk.output_tokens > 0
+        if item.index % self.work.choices == 0:  # a prompt is billed once, however many choices it has
+            if chunk.input_tokens is not None and not item.seen_before:
+                call = cast("EngineRequest", self.work.calls[item.index])
+                attempt.input_tokens += chunk.input_tokens - len(call.prompt_token_ids)
+            if chunk.cached_tokens and not item.seen_before:
+                attempt.cached_tokens += chunk.cached_tokens
+        if chunk.finish_reason is None:
+            return False
+        attempt.finish_reason = chunk.finish_reason
+        return True
+
+    async def finish(self, error: BaseException | None) -> None:
+        """Close the open attempt: usage event, then the slot. Idempotent. Not to be cancelled midway."""
+        attempt = self._attempt
+        if attempt is None or attempt.ended:
+            return
+        attempt.ended = True
+        attempt.completed = error is None
+        self._parts.attempts.remove(attempt)
+        ending = ending_of(attempt, error, self._parts.clock.monotonic_ms())
+        self.used_tokens += attempt.input_tokens + attempt.output_tokens
+        now_ms = self._parts.clock.now_ms()
+        await self._parts.usage.record(usage_event(self.work, ending, self._parts.cluster, now_ms))
+        if attempt.grant is not None:
+            finished = finished_message(ending)
+            self._parts.attempts.remember(finished, now_ms)
+            await self._quietly(self._parts.scheduler.finished(finished))
+        elif not attempt.rejected:
+            await self._quietly(self._parts.scheduler.cancel(self._cancel_message(attempt)))
+
+    async def _quietly(self, write: Coroutine[Any, Any, None]) -> None:
+        try:
+            await write
+        except Unavailable as error:
+            # Heartbeats repeat a finish; a cancelled request that is granted later is answered "not wanted".
+            log.warning("scheduler_not_told", request_id=self.work.request_id, error=error.message)
+
+    def _cancel_message(self, attempt: Attempt) -> wire.Cancel:
+        return wire.Cancel(
+            request_id=attempt.request_id,
+            attempt=attempt.number,
+            gateway_id=self._parts.gateway_id,
+            pool=attempt.pool,
+        )
+
+    @property
+    def was_accepted(self) -> bool:
+        """Whether the scheduler took it at least once; a request that was refused must leave no trace in limits."""
+        return self._attempt is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an accepted attempt has not ended yet."""
+        return self._attempt is not None and not self._attempt.ended
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything was produced."""
+        return self._attempt is not None and self._attempt.completed
+
+    @property
+    def waits_for_load(self) -> bool:
+        """Whether the request waits for a model that no node has ready."""
+        return self._attempt is not None and self._attempt.cold and self._attempt.grant is None
+
+    @property
+    def input_tokens(self) -> int:
+        """Prompt tokens of the last attempt."""
+        return self._attempt.input_tokens if self._attempt else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the cache."""
+        return self._attempt.cached_tokens if self._attempt else 0
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far, over all choices."""
+        return self._attempt.output_tokens if self._attempt else 0
+
+    @property
+    def first_token_ms(self) -> int | None:
+        """From submit to the first chunk; None before it."""
+        return self._attempt.first_token_ms if self._attempt else None
+
+    @property
+    def grant(self) -> wire.Grant | None:
+        """The grant of the last attempt."""
+        return self._attempt.grant if self._attempt else None
+
+    @property
+    def queue_ms(self) -> int:
+        """Wait in the queue, without staging and loading."""
+        return self.grant.queue_ms if self.grant else 0
+
+    def span_attributes(self, error: BaseException | None) -> dict[str, str | int | tuple[str, ...]]:
+        """OpenTelemetry GenAI attributes of the request's span."""
+        attributes: dict[str, str | int | tuple[str, ...]] = {
+            "gen_ai.operation.name": self.work.operation,
+            "gen_ai.provider.name": "roundhouse",
+            "gen_ai.request.model": self.work.name,
+            "gen_ai.usage.input_tokens": self.input_tokens,
+            "gen_ai.usage.output_tokens": self.output_tokens,
+        }
+        if self._attempt is not None and self._attempt.finish_reason:
+            attributes["gen_ai.response.finish_reasons"] = (self._attempt.finish_reason,)
+        if error is not None and not self.is_done:
+            code = error.code if isinstance(error, RoundhouseError) else None
+            attributes["error.type"] = code or type(error).__name__
+        return attributes
+
+
+def pool_of(work: Work) -> PoolName:
+    """Where the request is placed: the tenant's own nodes if it is isolated, else the model's pool."""
+    return work.model.pool if work.tenant.isolation == "shared" else PoolName(work.tenant.isolation)
+
+
+def _submit_request(work: Work, attempt: Attempt, gateway_id: str) -> wire.SubmitRequest:
+    return wire.SubmitRequest(
+        request_id=work.request_id,
+        attempt=attempt.number,
+        gateway_id=gateway_id,
+        tenant_id=work.caller.tenant_id,
+        key_id=work.caller.key_id,
+        model=work.model.name,
+        model_digest=work.model.digest,
+        adapter=work.adapter.name if work.adapter else "",
+        adapter_digest=work.adapter.digest if work.adapter else "",
+        priority_class=work.tenant.priority_class.to_wire(),
+        input_tokens=work.input_tokens,
+        max_output_tokens=work.max_output_tokens,
+        deadline_unix_ms=work.deadline_unix_ms,
+        block_keys=work.block_keys,
+        pool=attempt.pool,
+    )
+
+
+def _placed(call: EngineRequest | TensorRequest, grant: wire.Grant) -> EngineRequest | TensorRequest:
+    if isinstance(call, EngineRequest) and call.adapter_digest:
+        return replace(call, adapter_path=grant.adapter_path)
+    return call
+
+
+async def _next_or_none(produced: AsyncIterator[Produced]) -> Produced | None:
+    return await anext(produced, None)
+
+
+async def _close(first: "asyncio.Future[Produced | None]", produced: Any) -> None:
+    """Stop reading, wherever it is, and close the engine streams."""
+    if not first.done():
+        first.cancel()
+        await asyncio.wait((first,))
+    if not first.cancelled():
+        first.exception()  # retrieved: whoever closes knows already why
+    await produced.aclose()

@@ -1,0 +1,128 @@
+"""The life of a request on the gateway's side: admit, submit, wait for the grant, stream, settle.
+
+The OpenAI, KServe REST and KServe gRPC edges share this. Whatever ends a request (its last token, a refusal, the
+client leaving, its deadline, an engine's death) passes through one place: each accepted attempt is finished once and
+has one usage event, and the admission is settled once (invariants 1 and 13). What follows the admission is shielded
+from cancellation and bounded. A lost scheduler, bus or store delays those writes, but never ends a stream that runs
+(invariant 18). Nothing here knows HTTP.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from opentelemetry.trace import SpanKind
+
+from roundhouse import telemetry
+from roundhouse.clock import Clock
+from roundhouse.errors import CapacityExhausted, DeadlinePassed, RoundhouseError, Unavailable
+from roundhouse.vocabulary import Outcome
+from services.gateway.domain.outcomes import outcome_of
+from services.gateway.operations.accounting import Work
+from services.gateway.operations.attempts import Attempts
+from services.gateway.operations.run import Run
+from services.gateway.operations.settlements import Settlements
+from services.gateway.operations.shielding import finished_anyway
+from services.gateway.ports import (
+    Admission,
+    InferenceNode,
+    RequestEnded,
+    RequestObserver,
+    SchedulerGateway,
+    UsageSink,
+)
+
+OUTBOX_FULL_RETRY_MS = 2_000  # a guess: how soon JetStream may be back
+LOAD_HELD_RETRY_MS = 5_000  # a guess: when to ask again for a model whose load outlasted the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParts:
+    """What running a request needs. Fakes take these places in tests."""
+
+    cluster: str
+    gateway_id: str
+    admission: Admission
+    scheduler: SchedulerGateway
+    node: InferenceNode
+    usage: UsageSink
+    attempts: Attempts
+    settlements: Settlements
+    observer: RequestObserver
+    clock: Clock
+
+
+@asynccontextmanager
+async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
+    """Admit a request and keep it accounted for until the context is left.
+
+    Entering raises what `Admission.admit` raises, and Unavailable while usage events have no place to go; then nothing
+    was spent. Inside, iterate `Run.events()`. The deadline ends the body with DeadlinePassed. An exception of the body,
+    cancellation included, decides the outcome of an attempt that is still open; leaving settles, even if cancelled."""
+    if not parts.usage.has_room:
+        raise Unavailable("Usage cannot be recorded now.", retry_after_ms=OUTBOX_FULL_RETRY_MS)
+    admitted = await parts.admission.admit(
+        work.caller,
+        work.request_id,
+        work.tenant.limits,
+        input_tokens=work.input_tokens,
+        reserve_tokens=work.input_tokens + work.max_output_tokens,
+    )
+    run = Run(parts, work, admitted)
+    parts.observer.started(work.operation, work.model.name)
+    error: BaseException | None = None
+    with telemetry.tracer.start_as_current_span(f"{work.operation} {work.name}", kind=SpanKind.INTERNAL) as span:
+        try:
+            async with _deadline(parts, run):
+                yield run
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            await finished_anyway(_leave(parts, run, error))
+            span.set_attributes(run.span_attributes(error))
+
+
+@asynccontextmanager
+async def _deadline(parts: RequestParts, run: Run) -> AsyncIterator[None]:
+    remaining_s = (run.work.deadline_unix_ms - parts.clock.now_ms()) / 1000
+    try:
+        async with asyncio.timeout(remaining_s) as scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise _deadline_error(run) from error
+
+
+def _deadline_error(run: Run) -> RoundhouseError:
+    if run.work.operation == "infer" and run.waits_for_load:
+        # Case B04 (c): a tensor client should come again, since the load goes on without it.
+        return CapacityExhausted("The model is still being loaded.", retry_after_ms=LOAD_HELD_RETRY_MS)
+    return DeadlinePassed("The deadline of the request passed.")
+
+
+async def _leave(parts: RequestParts, run: Run, error: BaseException | None) -> None:
+    """Close an attempt that is still open, settle the admission, tell the observer."""
+    if error is None and run.is_open:
+        error = asyncio.CancelledError()  # the body left early of its own accord
+    await run.close_streams()
+    await run.finish(error)
+    if run.was_accepted:
+        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens)
+    else:
+        await parts.settlements.withdraw(run.admitted)
+    outcome = Outcome.DONE if run.is_done else outcome_of(error)
+    parts.observer.ended(
+        RequestEnded(
+            operation=run.work.operation,
+            model=run.work.model.name,
+            outcome=outcome,
+            error_type=type(error).__name__ if error is not None and outcome is not Outcome.DONE else "",
+            total_ms=parts.clock.monotonic_ms() - run.started_ms,
+            first_token_ms=run.first_token_ms,
+            queue_ms=run.queue_ms,
+            output_tokens=run.output_tokens,
+        )
+    )

@@ -1,0 +1,57 @@
+"""Settling admissions, also when the store is away for a while.
+
+A settlement that fails is kept and tried again by `retry`, which the heartbeat calls. If too many pile up the oldest is
+dropped: its concurrency lease and its reservation then end by themselves in the store.
+"""
+
+import asyncio
+from collections import deque
+
+import structlog
+
+from roundhouse.errors import Unavailable
+from services.gateway.ports import Admission, Admitted
+
+log = structlog.get_logger(__name__)
+
+WAITING_MAX = 10_000  # a guess: half a minute of a busy gateway
+SETTLE_TIMEOUT_S = 3.0  # above the store's own call timeout
+
+
+class Settlements:
+    """Settles each admission once, sooner or later."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._waiting: deque[tuple[Admitted, int | None]] = deque(maxlen=WAITING_MAX)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
+        """Settle now, or keep it for `retry`. Bounded by `SETTLE_TIMEOUT_S`; never raises for a store that is away."""
+        await self._now_or_later(admitted, used_tokens)
+
+    async def withdraw(self, admitted: Admitted) -> None:
+        """Undo the admission of a request that was refused after it; bounded and kept as `settle`."""
+        await self._now_or_later(admitted, None)
+
+    async def retry(self) -> None:
+        """Settle what was kept, oldest first. Raises Unavailable at the first failure and keeps the rest."""
+        while self._waiting:
+            await self._end(*self._waiting[0])
+            self._waiting.popleft()
+
+    async def _now_or_later(self, admitted: Admitted, used_tokens: int | None) -> None:
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._end(admitted, used_tokens)
+        except (Unavailable, TimeoutError):
+            log.warning("settlement_delayed", request_id=admitted.ticket, tenant_id=admitted.tenant_id)
+            self._waiting.append((admitted, used_tokens))
+
+    async def _end(self, admitted: Admitted, used_tokens: int | None) -> None:
+        if used_tokens is None:
+            await self._admission.withdraw(admitted.tenant_id, admitted.ticket)
+        else:
+            await self._admission.settle(admitted, used_tokens=used_tokens)
