@@ -76,6 +76,10 @@ class CatalogueView(Protocol):
         """Call `listener` for each later generation, and at once if there is one already."""
         ...
 
+    async def refresh(self) -> None:
+        """Take what is stored now. Raises Unavailable and then keeps what it has. Idempotent."""
+        ...
+
 
 class CatalogueStore:
     """`GenerationStore` in Valkey or Redis."""
@@ -155,7 +159,7 @@ class CatalogueReader:
         lifecycle.every(POLL_MS, self.refresh, "catalogue_poll")
 
     async def refresh(self) -> None:
-        """Take what is stored now. Raises Unavailable and then keeps what it has. Idempotent."""
+        """See `CatalogueView.refresh`."""
         async with self._one_at_a_time:
             token = await self._store.token()
             if token is None and self._token is not None:

@@ -55,6 +55,9 @@ class FixedCatalogue:
         if self.current.generation > 0:
             listener(self.current)
 
+    async def refresh(self) -> None:
+        """Nothing to read."""
+
     def replace(self, catalogue: Catalogue) -> None:
         """Make `catalogue` current and tell the listeners."""
         self.current = catalogue

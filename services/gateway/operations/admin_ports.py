@@ -1,10 +1,11 @@
 """What the operators' operations need of the world, beside the ports of requests."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from roundhouse.vocabulary import KeyId, ModelName, NodeId, TenantId
-from roundhouse.wire.v1 import loading_pb2
+from roundhouse.vocabulary import KeyId, TenantId
+from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.domain.keys import KeyRecord
 
 
@@ -42,15 +43,23 @@ class NodeStates(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoadCommand:
+    """One order to one loader."""
+
+    loader_address: str
+    version: vocabulary_pb2.ModelVersion
+
+
 class NodeLoader(Protocol):
     """The loaders, for what an operator asks for by hand."""
 
-    async def load(self, node: loading_pb2.NodeState, model: ModelName, digest: str, *, timeout_ms: int) -> None:
-        """Make a version ready on a node. Raises CapacityExhausted, InvalidInput, DeadlinePassed, Unavailable."""
+    async def load(self, command: LoadCommand, *, timeout_ms: int) -> None:
+        """Make a version ready. Raises CapacityExhausted, InvalidInput, Conflict, DeadlinePassed, Unavailable."""
         ...
 
-    async def unload(self, node: loading_pb2.NodeState, model: ModelName, digest: str, *, timeout_ms: int) -> bool:
-        """Drain and unload; whether it was loaded. Raises DeadlinePassed, Unavailable."""
+    async def unload(self, command: LoadCommand, *, timeout_ms: int) -> bool:
+        """Drain and unload; whether it was loaded. Raises Conflict, DeadlinePassed, Unavailable."""
         ...
 
 
@@ -58,10 +67,5 @@ class UsageQueries(Protocol):
     """Metering's query interface."""
 
     async def usage(self, parameters: Mapping[str, str]) -> object:
-        """The JSON that metering answers for these query parameters. Raises InvalidInput, Unavailable."""
+        """What metering answers for these query parameters, as JSON values. Raises InvalidInput, Unavailable."""
         ...
-
-
-def node_id(state: loading_pb2.NodeState) -> NodeId:
-    """The node that a state is about."""
-    return NodeId(state.node_id)

@@ -1,0 +1,66 @@
+"""Puts the admin API together from the parts that the gateway's composition root has anyway.
+
+Kept out of `app` so that tests build the same thing over fakes or over a real store.
+"""
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+from redis.asyncio import Redis
+
+from roundhouse.catalogue.assembly import FileReading
+from roundhouse.catalogue.digests import DigestCache
+from roundhouse.catalogue.store import CatalogueStore, CatalogueView
+from roundhouse.clock import Clock
+from roundhouse.event_bus import EventBus
+from services.gateway.adapters.admin_api import AdminServices
+from services.gateway.adapters.admin_audit import BusAuditTrail
+from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
+from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader
+from services.gateway.adapters.admin_usage import HttpUsageQueries
+from services.gateway.operations.admin_models import ModelOperations
+from services.gateway.operations.apply import CatalogueApplication
+from services.gateway.operations.keys import KeyOperations
+from services.gateway.ports import KeyDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class AdminParts:
+    """What there must be before there can be an admin API. `metering_url` is metering's query API."""
+
+    redis: Redis
+    bus: EventBus
+    clock: Clock
+    catalogue: CatalogueView
+    directory: KeyDirectory
+    metering_url: str
+    reading: FileReading | None = None  # None: files are read with the sizes of `roundhouse.catalogue.sizes`
+
+
+@asynccontextmanager
+async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
+    """What `admin_app` needs; node states are followed while the context is open. Raises Unavailable."""
+    audit = BusAuditTrail(parts.bus, parts.clock)
+    nodes = BusNodeStates(parts.bus, parts.clock)
+    store = CatalogueStore(parts.redis)
+    reading = parts.reading or FileReading(DigestCache())
+    async with httpx.AsyncClient(base_url=parts.metering_url, trust_env=False) as metering:
+        await nodes.start()
+        try:
+            yield AdminServices(
+                directory=parts.directory,
+                catalogue=parts.catalogue,
+                applying=CatalogueApplication(store, parts.catalogue, parts.bus, audit, reading),
+                keys=KeyOperations(
+                    RedisKeyRegistry(parts.redis), parts.catalogue, audit, parts.clock, secrets.token_bytes
+                ),
+                models=ModelOperations(parts.catalogue, nodes, GrpcNodeLoader(), audit),
+                nodes=nodes,
+                usage=HttpUsageQueries(metering),
+                clock=parts.clock,
+            )
+        finally:
+            await nodes.stop()

@@ -1,0 +1,100 @@
+"""How the admin API shows things: names in lower case, times in RFC 3339, sizes in bytes."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from roundhouse.catalogue.problems import DeclarationRefused
+from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
+from services.gateway.domain.keys import KeyRecord
+from services.gateway.operations.apply import Applied
+
+
+def applied_json(applied: Applied) -> dict[str, Any]:
+    """What came of a declaration."""
+    changes = [
+        {"action": change.action, "kind": change.kind, "name": change.name, "fields": list(change.fields)}
+        for change in applied.changes
+    ]
+    return {
+        "generation": applied.generation,
+        "unchanged": applied.unchanged,
+        "dry_run": applied.dry_run,
+        "changes": changes,
+    }
+
+
+def problems_json(refused: DeclarationRefused) -> list[dict[str, Any]]:
+    """Every problem of a declaration with its place."""
+    return [
+        {
+            "file": problem.file,
+            "line": problem.place.line,
+            "column": problem.place.column,
+            "reason": problem.reason,
+        }
+        for problem in refused.problems
+    ]
+
+
+def key_json(record: KeyRecord, state: str) -> dict[str, Any]:
+    """A key without its text and without its hash."""
+    return {
+        "key_id": record.key_id,
+        "tenant": record.tenant_id,
+        "scopes": sorted(record.scopes),
+        "label": record.label,
+        "state": state,
+        "created": _time(record.created_ms),
+        "expires": _time(record.expires_ms),
+        "revoked": _time(record.revoked_ms),
+    }
+
+
+def node_json(state: loading_pb2.NodeState) -> dict[str, Any]:
+    """A node with its memory and what it holds."""
+    return {
+        "node_id": state.node_id,
+        "pool": state.pool,
+        "role": _word(vocabulary_pb2.NodeRole.Name(state.role), "NODE_ROLE_"),
+        "accepting": state.accepting,
+        "unhealthy_reason": state.unhealthy_reason,
+        "triton_grpc_address": state.triton_grpc_address,
+        "loader_address": state.loader_address,
+        "kvstore_address": state.kvstore_address,
+        "device_count": state.device_count,
+        "sent": _time(state.sent_unix_ms),
+        "tiers": [_tier_json(tier) for tier in state.tiers],
+        "instances": [_instance_json(instance) for instance in state.instances],
+    }
+
+
+def _tier_json(tier: vocabulary_pb2.TierBytes) -> dict[str, Any]:
+    return {
+        "tier": _word(vocabulary_pb2.Tier.Name(tier.tier), "TIER_"),
+        "capacity": tier.capacity,
+        "resident": tier.resident,
+        "reserved": tier.reserved,
+    }
+
+
+def _instance_json(instance: loading_pb2.Instance) -> dict[str, Any]:
+    return {
+        "model": instance.version.model,
+        "digest": instance.version.digest,
+        "state": _word(vocabulary_pb2.InstanceState.Name(instance.state), "INSTANCE_STATE_"),
+        "device_bytes": instance.device_bytes,
+        "slots": instance.slots,
+        "since": _time(instance.state_since_unix_ms),
+        "stage_ms": instance.stage_ms,
+        "load_ms": instance.load_ms,
+        "reason": instance.reason,
+        "retry_at": _time(instance.retry_at_unix_ms),
+    }
+
+
+def _word(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
+
+
+def _time(unix_ms: int) -> str | None:
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds") if unix_ms else None

@@ -1,0 +1,113 @@
+"""Makes, lists and revokes keys. The text of a key leaves this process once, in the answer that made it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from roundhouse.catalogue.store import CatalogueView
+from roundhouse.clock import Clock
+from roundhouse.errors import InvalidInput, NotFound
+from roundhouse.vocabulary import KeyId, TenantId
+from services.gateway.domain import keys
+from services.gateway.domain.keys import KeyRecord
+from services.gateway.operations.admin_ports import AuditTrail, KeyRegistry
+
+LABEL_MAX = 100
+LIFETIME_MAX_S = 10 * 365 * 24 * 3600  # ten years: longer is "never", and should be said so
+
+
+@dataclass(frozen=True, slots=True)
+class KeyWish:
+    """What a key should be. `expires_in_s` None: it does not expire. An admin key belongs to no tenant."""
+
+    tenant: str = ""
+    scopes: tuple[str, ...] = (keys.INFERENCE,)
+    expires_in_s: int | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """A key just made; `text` is not kept anywhere."""
+
+    record: KeyRecord
+    text: str
+
+
+class KeyOperations:
+    """What operators do with keys. `chance` gives that many bytes no one can guess (`secrets.token_bytes`)."""
+
+    def __init__(
+        self,
+        registry: KeyRegistry,
+        catalogue: CatalogueView,
+        audit: AuditTrail,
+        clock: Clock,
+        chance: Callable[[int], bytes],
+    ) -> None:
+        self._registry = registry
+        self._catalogue = catalogue
+        self._audit = audit
+        self._clock = clock
+        self._chance = chance
+
+    async def create(self, wish: KeyWish, *, actor: KeyId) -> NewKey:
+        """Make a key that works at once everywhere. Not idempotent. Raises InvalidInput, NotFound, Unavailable."""
+        tenant_id = self._owner(wish)
+        now_ms = self._clock.now_ms()
+        text = keys.key_text(self._chance(keys.SECRET_BYTES))
+        record = KeyRecord(
+            key_id=keys.key_id(self._chance(keys.KEY_ID_BYTES)),
+            tenant_id=tenant_id,
+            key_hash=keys.key_hash(text),
+            scopes=frozenset(wish.scopes),
+            label=wish.label,
+            created_ms=now_ms,
+            expires_ms=0 if wish.expires_in_s is None else now_ms + wish.expires_in_s * 1000,
+        )
+        await self._registry.add(record)
+        details = {"key_id": record.key_id, "scopes": " ".join(sorted(record.scopes))}
+        await self._audit.record("key.create", actor=actor, subject=tenant_id, details=details)
+        return NewKey(record, text)
+
+    async def revoke(self, key_id: KeyId, *, actor: KeyId) -> KeyRecord:
+        """End a key at once everywhere. Idempotent. Raises NotFound, InvalidInput (bootstrap key), Unavailable."""
+        if key_id == keys.BOOTSTRAP_KEY_ID:
+            raise InvalidInput("the bootstrap key is a setting: start the gateways without it")
+        record = await self._registry.revoke(key_id, self._clock.now_ms())
+        await self._audit.record("key.revoke", actor=actor, subject=record.tenant_id, details={"key_id": key_id})
+        return record
+
+    async def all(self, tenant: str | None) -> list[KeyRecord]:
+        """Keys of one tenant, or of all tenants and the operators. Raises NotFound (no such tenant), Unavailable."""
+        tenants = self._catalogue.current.tenants
+        if tenant is not None and tenant not in tenants and tenant != keys.OPERATORS:
+            raise NotFound("there is no such tenant", code="tenant_not_found")
+        wanted = [keys.OPERATORS, *sorted(tenants)] if tenant is None else [TenantId(tenant)]
+        return [record for name in wanted for record in await self._registry.of_tenant(name)]
+
+    def state_of(self, record: KeyRecord) -> str:
+        """`active`, `expired` or `revoked`, now."""
+        return record.state(self._clock.now_ms())
+
+    def _owner(self, wish: KeyWish) -> TenantId:
+        _check(wish)
+        if keys.ADMIN in wish.scopes:
+            return keys.OPERATORS
+        if wish.tenant not in self._catalogue.current.tenants:
+            raise NotFound("there is no such tenant", code="tenant_not_found", param="tenant")
+        return TenantId(wish.tenant)
+
+
+def _check(wish: KeyWish) -> None:
+    if not wish.scopes:
+        raise InvalidInput("a key needs a scope", param="scopes")
+    if unknown := keys.unknown_scopes(wish.scopes):
+        raise InvalidInput(
+            f"there is no scope `{unknown[0]}`; known are {', '.join(sorted(keys.SCOPES))}", param="scopes"
+        )
+    if keys.ADMIN in wish.scopes and (wish.tenant or set(wish.scopes) != {keys.ADMIN}):
+        raise InvalidInput("an admin key has no other scope and belongs to no tenant", param="scopes")
+    if wish.expires_in_s is not None and not 1 <= wish.expires_in_s <= LIFETIME_MAX_S:
+        raise InvalidInput(f"must be 1 to {LIFETIME_MAX_S}, or left out for a key without end", param="expires_in_s")
+    if len(wish.label) > LABEL_MAX or not wish.label.isprintable():
+        raise InvalidInput(f"must be at most {LABEL_MAX} printable characters", param="label")
