@@ -12,4 +12,4 @@ LONGEST_RETRY_MS = 60_000
 def retry_delay_ms(failures: int) -> int:
     """Pause after the n-th failure in a row, n ≥ 1: 1, 2, 4, … seconds, at most 60."""
     assert failures >= 1
-    return min(LONGEST_RETRY_MS, FIRST_RETRY_MS * 2 ** min(failures - 1, 16))
+    return min(LONGEST_RETRY_MS, FIRST_RETRY_MS << min(failures - 1, 16))

@@ -1,6 +1,6 @@
 """The ledger of one tier of one node: who holds how many bytes, and what is promised to whom.
 
-Immutable: every change is a new ledger, so a step that fails keeps the old one and nothing has to be undone. It knows no
+Immutable: every change is a new ledger, so a step that fails keeps the old one and nothing is undone. It knows no
 clock and decides no eviction; `room` does. Invariant 6: `resident + reserved ≤ capacity`, asserted at each change.
 
     capacity  |== resident ==|-- reserved --|.... free ....|

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from roundhouse.subjects import encode_token
 from roundhouse.vocabulary import Digest, ModelName
 
 
@@ -14,3 +15,12 @@ class ModelVersion:
 
     def __str__(self) -> str:
         return f"{self.model}@{self.digest}"
+
+
+_DIGEST_DIGITS = 12  # 48 bits: two versions of one model never meet by chance
+
+
+def triton_model_name(version: ModelVersion) -> str:
+    """The name of a version in Triton: two versions of one model stand side by side (docs/decisions/0008)."""
+    digits = version.digest.partition(":")[2]
+    return f"{encode_token(version.model)}--{digits[:_DIGEST_DIGITS]}"

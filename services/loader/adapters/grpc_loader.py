@@ -1,0 +1,87 @@
+"""The loader's gRPC service: converts messages, and says refusals in the codes that `loading.proto` promises."""
+
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+
+from roundhouse.errors import CapacityExhausted, InvalidInput
+from roundhouse.vocabulary import Digest, ModelName
+from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc, vocabulary_pb2
+from services.loader.domain.versions import ModelVersion
+from services.loader.operations.admission import NEVER_FITS
+from services.loader.operations.describe import STATES, describe_instance
+from services.loader.operations.ensure import LoadOrder, Orders, Progress, UnloadOrder
+from services.loader.operations.node import Node
+from services.loader.operations.tell import Announcer
+
+SERVICE = "roundhouse.v1.Loader"
+_NO_RATE_MS = 0  # remaining time is not estimated yet
+
+
+class LoaderServicer(loading_pb2_grpc.LoaderServicer):
+    """`roundhouse.v1.Loader`. Errors of ours that are raised here become statuses in `grpc_edge`."""
+
+    def __init__(self, orders: Orders, node: Node, announcer: Announcer) -> None:
+        self._orders = orders
+        self._node = node
+        self._announcer = announcer
+
+    async def EnsureLoaded(  # noqa: N802 - the name in the proto
+        self, request: loading_pb2.EnsureLoadedRequest, context: Any
+    ) -> AsyncIterator[loading_pb2.LoadProgress]:
+        """Follow one load to READY. A caller that cancels leaves it running."""
+        version = _version(request.version)
+        order = LoadOrder(
+            version,
+            request.generation,
+            tuple(_version(victim) for victim in request.unload_first),
+            request.deadline_ms,
+            request.reason,
+        )
+        try:
+            async for progress in self._orders.ensure_loaded(order):
+                yield self._progress(version, progress)
+        except (InvalidInput, CapacityExhausted) as error:
+            await _abort(context, error)
+
+    async def EnsureUnloaded(  # noqa: N802 - the name in the proto
+        self, request: loading_pb2.EnsureUnloadedRequest, context: Any
+    ) -> loading_pb2.EnsureUnloadedReply:
+        """Answer when the memory is free."""
+        order = UnloadOrder(_version(request.version), request.generation, request.deadline_ms, request.reason)
+        return loading_pb2.EnsureUnloadedReply(was_loaded=await self._orders.ensure_unloaded(order))
+
+    async def GetNodeState(  # noqa: N802 - the name in the proto
+        self, request: loading_pb2.GetNodeStateRequest, context: Any
+    ) -> loading_pb2.NodeState:
+        """The state now."""
+        return self._announcer.current()
+
+    def _progress(self, version: ModelVersion, progress: Progress) -> loading_pb2.LoadProgress:
+        message = loading_pb2.LoadProgress(
+            version=vocabulary_pb2.ModelVersion(model=version.model, digest=version.digest),
+            state=STATES.get(progress.state, vocabulary_pb2.INSTANCE_STATE_UNSPECIFIED),
+            bytes_done=progress.bytes_done,
+            bytes_total=progress.bytes_total,
+            estimated_remaining_ms=_NO_RATE_MS,
+        )
+        home = self._node.residences.get(version)
+        if message.state == vocabulary_pb2.INSTANCE_STATE_READY and home is not None:
+            message.instance.CopyFrom(describe_instance(home))
+        return message
+
+
+def _version(message: vocabulary_pb2.ModelVersion) -> ModelVersion:
+    if not message.model or not message.digest:
+        raise InvalidInput("a version needs a model and a digest", param="version")
+    return ModelVersion(ModelName(message.model), Digest(message.digest))
+
+
+async def _abort(context: Any, error: InvalidInput | CapacityExhausted) -> NoReturn:
+    """The two refusals whose codes here differ from the table that callers of the gateway see."""
+    if isinstance(error, CapacityExhausted):
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+    if error.code == NEVER_FITS:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+    raise error

@@ -1,0 +1,74 @@
+"""The catalogue and the engines, as the loader's operations need them.
+
+A version is known only while the catalogue has its digest: the newest generation decides what may be loaded.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.packaging import EngineSpec, PackagingError, estimate_device_bytes, package
+from roundhouse.catalogue.records import Catalogue, Model
+from roundhouse.catalogue.store import CatalogueView
+from roundhouse.errors import InvalidInput, NotFound
+from services.loader.domain.versions import ModelVersion, triton_model_name
+from services.loader.ports import LoadPackage
+
+
+class CatalogueLibrary:
+    """`ModelLibrary` over the catalogue that this process follows."""
+
+    def __init__(self, catalogue: CatalogueView, kvstore_address: str) -> None:
+        self._catalogue = catalogue
+        self._kvstore_address = kvstore_address
+        self._versions: dict[str, ModelVersion] = {}
+        catalogue.subscribe(self._on_generation)
+
+    @property
+    def is_known(self) -> bool:
+        """See `ModelLibrary.is_known`."""
+        return self._catalogue.current.generation > 0
+
+    def find(self, version: ModelVersion) -> Model:
+        """See `ModelLibrary.find`."""
+        model = self._catalogue.current.models.get(version.model)
+        if model is None or model.digest != version.digest:
+            raise NotFound(f"the catalogue has no {version}")
+        return model
+
+    def versions(self) -> Mapping[str, ModelVersion]:
+        """See `ModelLibrary.versions`."""
+        return self._versions
+
+    async def device_bytes(self, model: Model) -> int:
+        """See `ModelLibrary.device_bytes`."""
+        if model.device_bytes > 0:
+            return model.device_bytes
+        try:
+            return await asyncio.to_thread(estimate_device_bytes, self._spec(model, Path(model.source_path)))
+        except PackagingError as error:
+            raise InvalidInput(str(error)) from error
+
+    async def package(self, model: Model, weights: Path) -> LoadPackage:
+        """See `ModelLibrary.package`."""
+        try:
+            made = await asyncio.to_thread(package, self._spec(model, weights))
+        except PackagingError as error:
+            raise InvalidInput(str(error)) from error
+        return LoadPackage(json.dumps(made.config), made.files)
+
+    def _spec(self, model: Model, weights: Path) -> EngineSpec:
+        return EngineSpec(
+            engine=model.engine.value,
+            triton_model_name=triton_model_name(ModelVersion(model.name, model.digest)),
+            weights_path=str(weights),
+            model_digest=model.digest,
+            slots=model.slots,
+            kv_pool_tokens=model.kv_pool_tokens,
+            kvstore_address=self._kvstore_address,
+        )
+
+    def _on_generation(self, catalogue: Catalogue) -> None:
+        versions = (ModelVersion(model.name, model.digest) for model in catalogue.models.values())
+        self._versions = {triton_model_name(version): version for version in versions}

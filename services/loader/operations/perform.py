@@ -1,0 +1,195 @@
+"""Does what the life of a version commands: decide on room, stage weights, load, drain, unload.
+
+Each command ends in exactly one event, whatever happens: an error becomes the event that says why, so no version hangs
+between two states. Cancellation (only at the end of the process) leaves Triton as it is; the next process adopts it.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+
+from roundhouse.clock import Clock
+from roundhouse.errors import CapacityExhausted, DeadlinePassed, RoundhouseError, Unavailable
+from services.loader.domain import instance as words
+from services.loader.domain.instance import Command
+from services.loader.domain.versions import ModelVersion
+from services.loader.operations.admission import check_disk, choose_victims
+from services.loader.operations.caches import CacheTiers
+from services.loader.operations.node import Node, Residence
+from services.loader.operations.steps import Steps
+from services.loader.ports import AuditNote, AuditTrail, Measurements, ModelControl, ModelLibrary, TritonState
+
+log = structlog.get_logger(__name__)
+
+CONTROL_TIMEOUT_MS = 2_000  # index and unload answer in milliseconds; this only bounds a hung server
+FIRST_POLL_MS = 5
+LONGEST_POLL_MS = 100  # how late freed memory may be seen
+REPEAT_UNLOAD_MS = 5_000  # Triton forgets an unload that it got while it was restarted
+# A grant that is on its way reaches Triton in tens of milliseconds; ten times that (a guess).
+DRAIN_MS = 250
+FAILED_LOAD = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What performing needs of the world."""
+
+    control: ModelControl
+    library: ModelLibrary
+    audit: AuditTrail
+    measurements: Measurements
+    clock: Clock
+    load_timeout_ms: int
+
+
+class Performer:
+    """One of these a node. Its methods run as tasks, many versions at once, one command a version."""
+
+    def __init__(self, node: Node, steps: Steps, caches: CacheTiers, parts: Parts) -> None:
+        self._node = node
+        self._steps = steps
+        self._caches = caches
+        self._parts = parts
+
+    async def perform(self, version: ModelVersion, command: Command) -> None:
+        """Do `command`; takes the event it ends in."""
+        home = self._node.residences[version]
+        match command:
+            case Command.ADMIT:
+                await self._admit(home)
+            case Command.STAGE:
+                await self._stage(home)
+            case Command.LOAD:
+                await self._load(home)
+            case Command.DRAIN:
+                await self._drain(home)
+            case Command.UNLOAD:
+                await self._unload(home)
+
+    async def _admit(self, home: Residence) -> None:
+        version = home.instance.version
+        try:
+            home.model = self._parts.library.find(version)
+            home.device_bytes = await self._parts.library.device_bytes(home.model)
+            home.bytes_total = await self._caches.size(home.model)
+            home.bytes_done = 0
+            check_disk(self._node, version.digest, home.bytes_total)
+            victims = choose_victims(self._node, home)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the callers are told and the life goes on
+            home.refusal, home.refused_attempt = _as_error(error), home.instance.attempt
+            self._parts.measurements.load_ended(version.model, "refused")
+            self._steps.take(version, words.NotAdmitted())
+            return
+        self._steps.promise(home, victims)
+        self._steps.take(version, words.Admitted())
+
+    async def _stage(self, home: Residence) -> None:
+        version, began_ms = home.instance.version, self._parts.clock.monotonic_ms()
+        try:
+            await self._caches.stage(home)
+        except Exception as error:  # noqa: BLE001 - a version must not stay in STAGING
+            self._failed(home, words.StageFailed(_as_error(error).message))
+            return
+        took_ms = self._parts.clock.monotonic_ms() - began_ms
+        self._parts.measurements.phase_took("stage", took_ms)
+        self._steps.take(version, words.Staged(took_ms))
+
+    async def _load(self, home: Residence) -> None:
+        version = home.instance.version
+        timeout_ms = self._parts.load_timeout_ms
+        try:
+            await self._make_room(home, timeout_ms)
+            weights = await self._caches.path(version.digest)
+            package = await self._parts.library.package(home.model, weights)
+            began_ms = self._parts.clock.monotonic_ms()
+            await self._parts.control.load(home.triton_name, package, timeout_ms=timeout_ms)
+            await self._wait_for(home.triton_name, frozenset({TritonState.READY}), timeout_ms)
+        except Exception as error:  # noqa: BLE001 - a version must not stay in LOADING
+            self._failed(home, words.LoadFailed(_as_error(error).message))
+            return
+        took_ms = self._parts.clock.monotonic_ms() - began_ms
+        self._caches.count_in_host_memory(version.digest, home.bytes_total)
+        self._parts.measurements.phase_took("load", took_ms)
+        self._parts.measurements.load_ended(version.model, "ready")
+        self._steps.take(version, words.Loaded(took_ms))
+        self._parts.audit.record(AuditNote("load", version, home.reason, {"load_ms": str(took_ms)}))
+
+    def _failed(self, home: Residence, event: words.StageFailed | words.LoadFailed) -> None:
+        version = home.instance.version
+        log.warning("load_failed", model=version.model, digest=version.digest, reason=event.reason)
+        self._parts.measurements.load_ended(version.model, "failed")
+        self._steps.take(version, event)
+        self._parts.audit.record(AuditNote("load-failed", version, event.reason))
+
+    async def _make_room(self, home: Residence, timeout_ms: int) -> None:
+        """Unload whose bytes were promised, and wait until all of `home`'s bytes are reserved."""
+        version = home.instance.version
+        for victim in self._node.promised_to(version):
+            self._steps.take(victim.instance.version, words.DrainElapsed(victim.instance.steps))
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                while (missing := home.device_bytes - self._node.device.held_by(version).total) > 0:
+                    changed = self._node.changes.next()
+                    if not self._node.promised_to(version):
+                        raise CapacityExhausted(f"{missing} bytes of device were promised and did not come free")
+                    await changed.wait()
+        except TimeoutError as error:
+            raise DeadlinePassed(f"what had to leave first was not gone within {timeout_ms} ms") from error
+
+    async def _drain(self, home: Residence) -> None:
+        steps = home.instance.steps
+        await self._parts.clock.sleep_ms(DRAIN_MS)
+        self._steps.take(home.instance.version, words.DrainElapsed(steps))
+
+    async def _unload(self, home: Residence) -> None:
+        """Until Triton's index says so: nothing else proves that the memory is free."""
+        version = home.instance.version
+        why = _why_unloaded(home)
+        gone = frozenset({TritonState.UNAVAILABLE})
+        while True:
+            try:
+                await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
+                await self._wait_for(home.triton_name, gone, REPEAT_UNLOAD_MS)
+                break
+            except (Unavailable, DeadlinePassed):
+                log.info("unload_not_confirmed", model=version.model, digest=version.digest)
+                await self._parts.clock.sleep_ms(LONGEST_POLL_MS)
+            except Exception as error:  # noqa: BLE001 - bytes stay held until Triton says otherwise; ask again
+                log.error("unload_failed", model=version.model, error=type(error).__name__, text=str(error))
+                await self._parts.clock.sleep_ms(REPEAT_UNLOAD_MS)
+        await self._parts.control.forget(home.triton_name)
+        made_room_for = home.promised_to
+        self._steps.take(version, words.Unloaded())
+        if why == FAILED_LOAD:
+            return  # it was never there; the failed load is on record already
+        self._parts.measurements.unloaded(why)
+        details = {"order": home.reason} if made_room_for is None else {"made_room_for": str(made_room_for)}
+        self._parts.audit.record(AuditNote("unload", version, why, details))
+
+    async def _wait_for(self, name: str, wanted: frozenset[TritonState], timeout_ms: int) -> None:
+        """Poll the index until the model is in a `wanted` state. Raises DeadlinePassed, Unavailable."""
+        pause_ms = FIRST_POLL_MS
+        deadline_ms = self._parts.clock.monotonic_ms() + timeout_ms
+        while True:
+            index = await self._parts.control.index(timeout_ms=CONTROL_TIMEOUT_MS)
+            if index.get(name, TritonState.UNAVAILABLE) in wanted:
+                return
+            if self._parts.clock.monotonic_ms() >= deadline_ms:
+                raise DeadlinePassed(f"Triton's index did not change within {timeout_ms} ms")
+            await self._parts.clock.sleep_ms(pause_ms)
+            pause_ms = min(LONGEST_POLL_MS, pause_ms * 2)
+
+
+def _why_unloaded(home: Residence) -> str:
+    if home.instance.reason:
+        return FAILED_LOAD
+    return "ordered" if home.promised_to is None else "evicted"
+
+
+def _as_error(error: Exception) -> RoundhouseError:
+    """What callers are told: our own errors as they are, others by their kind (a fault of ours, logged in full)."""
+    if isinstance(error, RoundhouseError):
+        return error
+    log.error("loader_fault", exc_info=error)
+    return Unavailable(f"the loader failed: {type(error).__name__}")
