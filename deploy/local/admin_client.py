@@ -8,52 +8,47 @@ import httpx
 
 from deploy.local.home import ClusterProblem
 
-CALL_TIMEOUT_S = 30.0  # applying a catalogue hashes the files of its models
+CALL_TIMEOUT_S = 60.0  # applying a catalogue reads the files of all its models
 
 
 class AdminClient:
     """An operator at the admin API. Every call raises ClusterProblem with what the API said."""
 
     def __init__(self, admin_url: str, admin_key: str) -> None:
-        self._http = httpx.AsyncClient(
-            base_url=admin_url,
-            headers={"Authorization": f"Bearer {admin_key}"},
-            timeout=CALL_TIMEOUT_S,
-            trust_env=False,
-        )
+        headers = {"Authorization": f"Bearer {admin_key}"}
+        self._http = httpx.AsyncClient(base_url=admin_url, headers=headers, timeout=CALL_TIMEOUT_S, trust_env=False)
 
     async def close(self) -> None:
         """Disconnect."""
         await self._http.aclose()
 
-    async def generation(self) -> int:
-        """The catalogue's generation; 0 = none was ever applied."""
-        return int((await self._call("GET", "/admin/v1/catalogue"))["generation"])
+    async def catalogue(self) -> dict[str, Any]:
+        """The catalogue in force: `generation` (0 = none was ever applied), `tenants`, `models`, `adapters` by name."""
+        return await self._call("GET", "/admin/v1/catalogue")
 
-    async def tenants(self) -> list[str]:
-        """Names of the catalogue's tenants."""
-        return [str(tenant["name"]) for tenant in (await self._call("GET", "/admin/v1/catalogue"))["tenants"]]
+    async def apply(self, declaration: Path, *, seen_in: Path | None = None) -> int:
+        """Apply a catalogue file; returns the generation in force.
 
-    async def models(self) -> list[dict[str, Any]]:
-        """The catalogue's models."""
-        return list((await self._call("GET", "/admin/v1/catalogue"))["models"])
-
-    async def apply(self, declaration: Path) -> int:
-        """Apply a catalogue file; returns the new generation."""
-        headers = {"Content-Type": "application/yaml"}
-        params = {"base": str(declaration.parent)}
-        content = await asyncio.to_thread(declaration.read_bytes)
-        answer = await self._call("PUT", "/admin/v1/catalogue", content=content, headers=headers, params=params)
-        return int(answer["generation"])
+        `seen_in`: the folder of the file as the gateway sees it, if that is another than here."""
+        body = {
+            "text": await asyncio.to_thread(declaration.read_text),
+            "file_name": declaration.name,
+            "base_dir": str(seen_in or declaration.parent.absolute()),
+        }
+        return int((await self._call("POST", "/admin/v1/catalogue", json=body))["generation"])
 
     async def create_key(self, tenant: str) -> str:
         """A new key of a tenant; its text is told once."""
-        body = {"tenant": tenant, "scopes": ["inference", "usage:read"]}
+        body = {"tenant": tenant, "scopes": ["inference", "usage:read"], "label": "made by roundhouse up"}
         return str((await self._call("POST", "/admin/v1/keys", json=body))["key"])
 
     async def usage(self, **parameters: str) -> list[dict[str, Any]]:
-        """Rows of the ledger's usage report."""
+        """Rows of the ledger's usage report, first page."""
         return list((await self._call("GET", "/admin/v1/usage", params=parameters))["rows"])
+
+    async def nodes(self) -> list[dict[str, Any]]:
+        """The nodes with their memory and what they hold."""
+        return list((await self._call("GET", "/admin/v1/nodes"))["nodes"])
 
     async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         try:
@@ -65,8 +60,20 @@ class AdminClient:
         return cast("dict[str, Any]", response.json())
 
 
+async def key_works(http_url: str, key: str) -> bool:
+    """Whether the gateway accepts a tenant's key. Raises ClusterProblem if it does not answer."""
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=CALL_TIMEOUT_S) as http:
+            answer = await http.get(f"{http_url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    except httpx.HTTPError as error:
+        raise ClusterProblem(f"the gateway does not answer: {error or type(error).__name__}") from error
+    return answer.status_code != httpx.codes.UNAUTHORIZED
+
+
 def _said(response: httpx.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])
+        body = response.json()
+        places = [f"\n  {said['file']}:{said['line']}: {said['reason']}" for said in body.get("problems", ())]
+        return str(body["error"]["message"]) + "".join(places)
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"

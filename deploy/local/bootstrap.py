@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.local.admin_client import AdminClient
+from deploy.local.admin_client import AdminClient, key_works
 from deploy.local.cluster import RunningCluster
 from deploy.local.home import Home
 
@@ -24,7 +24,7 @@ async def bootstrap(cluster: RunningCluster, catalogue: Path | None, step: Step)
     admin = AdminClient(cluster.plan.admin_url, cluster.secrets.admin_key)
     try:
         declaration = catalogue
-        if declaration is None and await admin.generation() == 0:
+        if declaration is None and (await admin.catalogue())["generation"] == 0:
             declaration = await demo_catalogue(cluster.home, step)
         if declaration is not None:
             step("catalogue", 0, 1)
@@ -51,10 +51,11 @@ async def demo_catalogue(home: Home, step: Step) -> Path:
 
 
 async def _keep_keys(cluster: RunningCluster, admin: AdminClient, step: Step) -> None:
-    wanted = [tenant for tenant in DEMO_TENANTS if tenant in await admin.tenants()]
-    missing = [tenant for tenant in wanted if tenant not in cluster.secrets.tenant_keys]
-    for number, tenant in enumerate(missing, start=1):
-        step("keys", number - 1, len(missing))
-        cluster.secrets.tenant_keys[tenant] = await admin.create_key(tenant)
-        cluster.home.write_secrets(cluster.secrets)
-        step("keys", number, len(missing))
+    """One working key for each demo tenant. Kept ones that the data folder no longer knows are made anew."""
+    tenants = [name for name in DEMO_TENANTS if name in (await admin.catalogue())["tenants"]]
+    for number, tenant in enumerate(tenants, start=1):
+        kept = cluster.secrets.tenant_keys.get(tenant)
+        if kept is None or not await key_works(cluster.plan.http_url, kept):
+            cluster.secrets.tenant_keys[tenant] = await admin.create_key(tenant)
+            cluster.home.write_secrets(cluster.secrets)
+        step("keys", number, len(tenants))

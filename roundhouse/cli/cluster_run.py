@@ -68,16 +68,16 @@ async def _make_ready(cluster: RunningCluster, catalogue: Path | None, report: R
 
 
 async def _summary(cluster: RunningCluster, admin: AdminClient, started: float) -> Summary:
-    models = await admin.models()
-    language = [str(model["name"]) for model in models if model.get("interface") == "llm"]
+    catalogue = await admin.catalogue()
+    language = [name for name, model in catalogue["models"].items() if model["interface"] == "llm"]
     return Summary(
         http_url=cluster.plan.http_url,
         grpc_address=f"127.0.0.1:{cluster.plan.grpc_port}",
         admin_url=cluster.plan.admin_url,
         home=str(cluster.home.root),
         tenant_keys=cluster.secrets.tenant_keys,
-        sample_model=language[0] if language else "",
-        models=len(models),
+        sample_model=min(language, default=""),
+        models=len(catalogue["models"]) + len(catalogue["adapters"]),
         elapsed_s=time.monotonic() - started,
     )
 

@@ -123,7 +123,7 @@ async def _prepare(cluster: RunningCluster, catalogue: Path) -> dict[str, str]:
     admin = AdminClient(cluster.plan.admin_url, cluster.secrets.admin_key)
     try:
         await admin.apply(catalogue)
-        keys = {tenant: await admin.create_key(tenant) for tenant in await admin.tenants()}
+        keys = {tenant: await admin.create_key(tenant) for tenant in (await admin.catalogue())["tenants"]}
         await cluster.wait_ready()
     finally:
         await admin.close()
