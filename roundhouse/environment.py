@@ -62,6 +62,11 @@ def roundhouse_home() -> Path:
     return Path(os.environ.get("ROUNDHOUSE_HOME") or ".roundhouse").absolute()
 
 
+def admin_access() -> tuple[str | None, str | None]:
+    """Where operators' commands find the admin API and which key they use; None where nothing is set."""
+    return os.environ.get("ROUNDHOUSE_ADMIN_URL") or None, os.environ.get("ROUNDHOUSE_ADMIN_KEY") or None
+
+
 def test_infrastructure() -> str:
     """How tests get NATS, Valkey and PostgreSQL: `programs` (the default) or `containers`."""
     return os.environ.get("ROUNDHOUSE_TEST_INFRA") or "programs"

@@ -1,0 +1,87 @@
+"""How operators' commands print: tables for people, JSON or YAML for programs, refusals on stderr with exit code 1."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from roundhouse.cli.admin_client import EXIT_REFUSED, Refused
+
+PIPED_WIDTH = 240  # no terminal to fit: rows must not be folded
+
+
+class Format(StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+Output = Annotated[Format, typer.Option("--output", "-o", help="How to print.")]
+
+
+@contextmanager
+def refusals_told() -> Iterator[None]:
+    """Turn a refusal into its text on stderr and exit code 1."""
+    try:
+        yield
+    except Refused as refused:
+        tell(f"Error: {refused}")
+        raise typer.Exit(EXIT_REFUSED) from None
+
+
+def tell(text: str) -> None:
+    """Something for the person who watches, not for the program that reads."""
+    typer.echo(text, err=True)
+
+
+def show_data(data: object, output: Format) -> None:
+    """Print plain data as JSON or YAML."""
+    if output is Format.YAML:
+        typer.echo(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), nl=False)
+    else:
+        typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, totals: int = 0) -> None:
+    """Print rows; the last `totals` of them stand apart. Columns that hold only numbers are right-aligned."""
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[index], int | float) or row[index] == "" for row in rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for number, row in enumerate(rows):
+        if totals and number == len(rows) - totals:
+            table.add_section()
+        table.add_row(*(Text(_cell(value)) for value in row))
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    console.print(table)
+
+
+def show_items(items: Mapping[str, Mapping[str, Any]], columns: Sequence[str], output: Format) -> None:
+    """Print named things: chosen columns as a table, or everything as data."""
+    if output is not Format.TABLE:
+        show_data(list(items.values()), output)
+        return
+    show_table(columns, [[item.get(column) for column in columns] for item in items.values()])
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list() | tuple():
+            return ", ".join(_cell(item) for item in value) or "-"
+        case dict():
+            return ", ".join(f"{key}={_cell(item)}" for key, item in value.items() if item is not None) or "-"
+    return str(value)

@@ -1,0 +1,111 @@
+"""`roundhouse apply` and `roundhouse get`: put a declaration in force, and see what is."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from roundhouse.cli.admin_client import EXIT_REFUSED, AdminApi, AdminKey, AdminUrl, Refused, open_api
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_items, tell
+
+CHANGES_SHOWN = 20  # a screenful; the rest is counted
+
+
+class Kind(StrEnum):
+    """What there is to see."""
+
+    TENANTS = "tenants"
+    MODELS = "models"
+    ADAPTERS = "adapters"
+    NODES = "nodes"
+
+
+COLUMNS = {
+    Kind.TENANTS: ("name", "weight", "priority_class", "limits", "models"),
+    Kind.MODELS: ("name", "engine", "interface", "slots", "device_bytes", "context_tokens", "pool", "access"),
+    Kind.ADAPTERS: ("name", "base", "tenant", "digest"),
+    Kind.NODES: ("node_id", "pool", "role", "accepting", "unhealthy_reason", "device_count"),
+}
+
+
+def apply(
+    file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="Declaration in YAML; - reads stdin.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and say what would change.")] = False,
+    base_dir: Annotated[
+        Path | None, typer.Option("--base-dir", help="What paths are relative to, as the gateways see it.")
+    ] = None,
+    output: Output = Format.TABLE,
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Put a declaration in force: all of it, or nothing."""
+    with refusals_told():
+        text = _read(file)
+        folder = base_dir or (Path.cwd() if str(file) == "-" else file.absolute().parent)
+        api = open_api(admin_url, admin_key)
+        try:
+            applied = api.post("/catalogue", text=text, file_name=str(file), base_dir=str(folder), dry_run=dry_run)
+        except Refused as refused:
+            if "problems" in refused.body:
+                _show_problems(refused.body["problems"])
+                raise typer.Exit(EXIT_REFUSED) from None
+            raise
+        if output is Format.TABLE:
+            _show_applied(applied)
+        else:
+            show_data(applied, output)
+
+
+def get(
+    kind: Annotated[Kind, typer.Argument(help="What to show.")],
+    name: Annotated[str, typer.Argument(help="Only this one.")] = "",
+    output: Output = Format.TABLE,
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Show tenants, models, adapters or nodes."""
+    with refusals_told():
+        show_items(_items(open_api(admin_url, admin_key), kind, name), COLUMNS[kind], output)
+
+
+def _items(api: AdminApi, kind: Kind, name: str) -> dict[str, dict[str, Any]]:
+    if kind is not Kind.NODES:
+        found = api.get("/catalogue", kind=kind.value, **({"name": name} if name else {}))[kind.value]
+        return {item["name"]: item for item in found}
+    nodes = {node["node_id"]: node for node in api.get("/nodes")["nodes"]}
+    if name and name not in nodes:
+        raise Refused(f"there is no node `{name}`")
+    return {name: nodes[name]} if name else nodes
+
+
+def _read(file: Path) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+    except OSError as error:
+        raise Refused(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Refused(f"{file} is not UTF-8 text") from error
+
+
+def _show_problems(problems: list[dict[str, Any]]) -> None:
+    for problem in problems:
+        tell(f"{problem['file']}:{problem['line']}:{problem['column']}: {problem['reason']}")
+    tell(f"Nothing was applied: {len(problems)} problem{'s' if len(problems) > 1 else ''}.")
+
+
+def _show_applied(applied: dict[str, Any]) -> None:
+    changes = applied["changes"]
+    if applied["unchanged"]:
+        typer.echo(f"generation {applied['generation']}: unchanged")
+        return
+    for change in changes[:CHANGES_SHOWN]:
+        fields = f" ({', '.join(change['fields'])})" if change["fields"] else ""
+        typer.echo(f"{change['action']:8}{change['kind']:8} {change['name']}{fields}")
+    if len(changes) > CHANGES_SHOWN:
+        typer.echo(f"and {len(changes) - CHANGES_SHOWN} more")
+    actions = [change["action"] for change in changes]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in ("added", "changed", "removed"))
+    would = "would become " if applied["dry_run"] else ""
+    typer.echo(f"{would}generation {applied['generation']}: {counts}")

@@ -1,0 +1,93 @@
+"""`roundhouse models`: where models stand, and loading or unloading one by hand."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api, part
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
+
+COLUMNS = ("name", "engine", "pool", "node", "state", "device_bytes", "load_ms", "reason")
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="See, load and unload models."
+)
+
+Node = Annotated[str, typer.Option("--node", help="On this node only.")]
+
+
+@app.command(name="list")
+def list_models(
+    loaded: Annotated[bool, typer.Option("--loaded", help="Only those that stand on a node.")] = False,
+    output: Output = Format.TABLE,
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """List models, with their state on each node that has them."""
+    with refusals_told():
+        api = open_api(admin_url, admin_key)
+        models = api.get("/catalogue", kind="models")["models"]
+        nodes = api.get("/nodes")["nodes"]
+        rows = [row for model in models for row in _rows(model, nodes) if row["node"] or not loaded]
+        if output is not Format.TABLE:
+            show_data(rows, output)
+            return
+        show_table(COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
+
+
+@app.command()
+def load(
+    name: Annotated[str, typer.Argument(help="The model.")],
+    node: Node = "",
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Make a model ready, on the best node if none is named. Waits until it is."""
+    with refusals_told():
+        answer = open_api(admin_url, admin_key).post(f"/models/{part(name)}/load", node=node)
+        for place in answer["nodes"]:
+            typer.echo(f"{name} is ready on {place['node']}" + ("" if place["loaded"] else " (it was already)"))
+
+
+@app.command()
+def unload(
+    name: Annotated[str, typer.Argument(help="The model.")],
+    node: Node = "",
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Drain a model and free its memory, everywhere if no node is named."""
+    with refusals_told():
+        answer = open_api(admin_url, admin_key).post(f"/models/{part(name)}/unload", node=node)
+        for place in answer["nodes"]:
+            typer.echo(f"{name} is off {place['node']}" + ("" if place["unloaded"] else " (it was already)"))
+        if not answer["nodes"]:
+            typer.echo(f"{name} is on no node")
+
+
+def _rows(model: dict[str, Any], nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    known = {"name": model["name"], "engine": model["engine"], "pool": model["pool"]}
+    found = False
+    for node in nodes:
+        for instance in node["instances"]:
+            if instance["model"] == model["name"]:
+                found = True
+                old = "" if instance["digest"] == model["digest"] else "an older version; "
+                yield {
+                    **known,
+                    "node": node["node_id"],
+                    "state": instance["state"],
+                    "device_bytes": instance["device_bytes"],
+                    "load_ms": instance["load_ms"],
+                    "reason": old + instance["reason"],
+                }
+    if not found:
+        yield {
+            **known,
+            "node": "",
+            "state": "registered",
+            "device_bytes": model["device_bytes"],
+            "load_ms": "",
+            "reason": "",
+        }
