@@ -3,7 +3,7 @@
 Each fake passes the contract suite of the real adapter.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,7 +171,7 @@ class InferenceNode(Protocol):
 
     def generate(
         self, placement: scheduling_pb2.Placement, request: EngineRequest, *, timeout_ms: int
-    ) -> AsyncIterator[EngineChunk]:
+    ) -> AsyncGenerator[EngineChunk, None]:
         """Stream chunks. Closing the iterator, or cancelling its reader, cancels the request on the node.
 
         Raises InvalidInput (what the engine says is the caller's fault), DeadlinePassed, EngineFailed (anything else,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from roundhouse.errors import EngineFailed, RoundhouseError
@@ -17,7 +17,9 @@ class FakeNode:
     interval_ms: int = 0
     fail_after: int | None = None  # tokens; 0 = before the first
     failures_left: int = 1_000_000
-    failure: RoundhouseError = field(default_factory=lambda: EngineFailed("The engine failed while it ran the request."))
+    failure: RoundhouseError = field(
+        default_factory=lambda: EngineFailed("The engine failed while it ran the request.")
+    )
     hang_after: int | None = None
     embedding: tuple[float, ...] = (0.5, -0.25, 1.0)
     calls: list[EngineRequest | TensorRequest] = field(default_factory=list)
@@ -27,7 +29,7 @@ class FakeNode:
 
     async def generate(
         self, placement: Placement, request: EngineRequest, *, timeout_ms: int
-    ) -> AsyncIterator[EngineChunk]:
+    ) -> AsyncGenerator[EngineChunk, None]:
         """See `InferenceNode.generate`."""
         self.calls.append(request)
         self.timeouts_ms.append(timeout_ms)
@@ -47,7 +49,7 @@ class FakeNode:
             self.open_streams -= 1
             self.cancelled += not ended
 
-    async def _tokens(self, request: EngineRequest) -> AsyncIterator[EngineChunk]:
+    async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         parameters = json.loads(request.sampling_parameters)
         wanted = int(parameters["max_tokens"])
         for number in range(wanted):

@@ -6,7 +6,7 @@ deadline. Decision: docs/decisions/0091-triton-streams.md.
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, NoReturn
 
 import grpc
@@ -35,7 +35,7 @@ class TritonNodes:
 
     async def generate(
         self, placement: Placement, request: EngineRequest, *, timeout_ms: int
-    ) -> AsyncIterator[EngineChunk]:
+    ) -> AsyncGenerator[EngineChunk, None]:
         """See `InferenceNode.generate`."""
         message = generate_message(placement.triton_model_name, request)
         call = self._stub(placement).ModelStreamInfer(iter((message,)), timeout=timeout_ms / 1000)

@@ -4,7 +4,8 @@ Closing the iterator cancels every stream that is open. The first failure ends a
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,40 +25,31 @@ class Produced:
     seen_before: bool
 
 
-async def produced_by(
+def produced_by(
     node: InferenceNode, placement: Placement, calls: Sequence[EngineRequest | TensorRequest], timeout_ms: int
-) -> AsyncIterator[Produced]:
+) -> AsyncGenerator[Produced, None]:
     """Everything the calls produce, in order within each call. Raises what the node raises."""
     if len(calls) == 1:
-        streams = _one(node, placement, calls[0], 0, timeout_ms)
-    else:
-        streams = _several(node, placement, calls, timeout_ms)
-    try:
-        async for item in streams:
-            yield item
-    finally:
-        await streams.aclose()  # type: ignore[attr-defined]  # both are async generators
+        return _one(node, placement, calls[0], 0, timeout_ms)
+    return _several(node, placement, calls, timeout_ms)
 
 
 async def _one(
     node: InferenceNode, placement: Placement, call: EngineRequest | TensorRequest, index: int, timeout_ms: int
-) -> AsyncIterator[Produced]:
+) -> AsyncGenerator[Produced, None]:
     if isinstance(call, TensorRequest):
         yield Produced(index, await node.infer(placement, call, timeout_ms=timeout_ms), False)
         return
-    stream = node.generate(placement, call, timeout_ms=timeout_ms)
     seen = False
-    try:
+    async with aclosing(node.generate(placement, call, timeout_ms=timeout_ms)) as stream:
         async for chunk in stream:
             yield Produced(index, chunk, seen)
             seen = True
-    finally:
-        await stream.aclose()  # type: ignore[attr-defined]  # contract: closing the iterator cancels
 
 
 async def _several(
     node: InferenceNode, placement: Placement, calls: Sequence[EngineRequest | TensorRequest], timeout_ms: int
-) -> AsyncIterator[Produced]:
+) -> AsyncGenerator[Produced, None]:
     pieces: asyncio.Queue[Produced | BaseException | None] = asyncio.Queue(PIECES_MAX)
     permits = asyncio.Semaphore(STREAMS_MAX)
 

@@ -5,6 +5,7 @@ Invariants 1 and 13: `finish` closes an attempt once, and the counts it reports 
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,8 +72,9 @@ class Run:
     async def _all_events(self) -> AsyncGenerator[RunEvent, None]:
         for number in range(1, ATTEMPTS_MAX + 1):
             try:
-                async for event in self._attempt_events(number):
-                    yield event
+                async with aclosing(self._attempt_events(number)) as events:
+                    async for event in events:
+                        yield event
                 return
             except (EngineFailed, Unavailable) as error:
                 attempt = self._attempt
@@ -81,7 +83,7 @@ class Run:
                 log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
                 await finished_anyway(self.finish(error))
 
-    async def _attempt_events(self, number: int) -> AsyncIterator[RunEvent]:
+    async def _attempt_events(self, number: int) -> AsyncGenerator[RunEvent, None]:
         attempt = await finished_anyway(self._submit(number))
         self._parts.observer.queued(self.work.model.name, 1)
         try:
@@ -89,8 +91,9 @@ class Run:
                 yield waiting
         finally:
             self._parts.observer.queued(self.work.model.name, -1)
-        async for event in self._stream(attempt, attempt.answer.result()):
-            yield event
+        async with aclosing(self._stream(attempt, attempt.answer.result())) as events:
+            async for event in events:
+                yield event
 
     async def _submit(self, number: int) -> Attempt:
         """Submit; returns the accepted attempt, raises the refusal."""
@@ -141,7 +144,7 @@ class Run:
         left_ms = attempt.estimated_wait_ms - (self._parts.clock.monotonic_ms() - attempt.submitted_ms)
         return Waiting("loading" if attempt.cold else "queued", attempt.position, max(0, left_ms))
 
-    async def _stream(self, attempt: Attempt, grant: wire.Grant) -> AsyncIterator[RunEvent]:
+    async def _stream(self, attempt: Attempt, grant: wire.Grant) -> AsyncGenerator[RunEvent, None]:
         """Open the engine streams and yield what they produce."""
         attempt.opened_ms = self._parts.clock.monotonic_ms()
         attempt.input_tokens = self.work.input_tokens
@@ -322,7 +325,7 @@ async def _next_or_none(produced: AsyncIterator[Produced]) -> Produced | None:
     return await anext(produced, None)
 
 
-async def _close(first: "asyncio.Future[Produced | None]", produced: Any) -> None:
+async def _close(first: "asyncio.Future[Produced | None]", produced: AsyncGenerator[Produced, None]) -> None:
     """Stop reading, wherever it is, and close the engine streams."""
     if not first.done():
         first.cancel()
