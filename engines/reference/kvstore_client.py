@@ -30,6 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engines.reference.kv_cache import BlockArray, BlockShape, CachedPrefix
+from engines.reference.loaded_model import named_bytes
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
 LOOKUP_TIMEOUT_S = 0.020  # a prefix block saves about this much prefill on a small model; later is not worth it
@@ -314,4 +315,4 @@ class KvStoreClient:
 
 def connect(address: str, shape: BlockShape, parameters: Mapping[str, str]) -> KvStoreClient:
     """The client for a model with `parameters`; returns at once, whether the store is up or not."""
-    return KvStoreClient(address, shape, parameters.get("model_digest", "").encode())
+    return KvStoreClient(address, shape, named_bytes(parameters.get("model_digest", "")))

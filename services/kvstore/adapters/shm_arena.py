@@ -1,8 +1,9 @@
 """The arena as one file in memory: made, faulted and locked at start, removed at the end.
 
-Every page is touched once, before the service is ready, because the first touch costs ten times a copy; a full memory
-is then an error at start instead of a SIGBUS in the middle of a write. The lock on the file tells a living owner from
-a dead one's leftover; a leftover is unlinked, never reused, because its engines may still write into it.
+Every page is touched once, before the service is ready, because the first touch costs ten times a copy. What is free is
+asked first: taking pages that are not there would end in the machine's out-of-memory killer or in a SIGBUS. The lock on
+the file tells a living owner from a dead one's leftover; a leftover is unlinked, never reused, because its engines may
+still write into it. Decision: docs/decisions/0053-arena-file.md.
 """
 
 import fcntl
@@ -19,6 +20,7 @@ from roundhouse.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
+MEMINFO = Path("/proc/meminfo")
 MADV_POPULATE_WRITE = 23  # Linux 5.14, <linux/mman.h>; not named by Python 3.11
 
 
@@ -71,6 +73,8 @@ def shm_arena(path: str, nbytes: int) -> Iterator[ShmArena]:
     Raises Unavailable if a living process owns the file, or memory does not suffice."""
     if nbytes % mmap.PAGESIZE:
         raise Unavailable(f"an arena is whole pages of {mmap.PAGESIZE} bytes, not {nbytes}")
+    if nbytes > (free := _bytes_free(path)):
+        raise Unavailable(f"{nbytes} bytes for the arena {path} are not there: {free} are free")
     descriptor = _create(path)
     try:
         arena = ShmArena(path, descriptor, nbytes)
@@ -82,6 +86,19 @@ def shm_arena(path: str, nbytes: int) -> Iterator[ShmArena]:
         yield arena
     finally:
         arena.close()
+
+
+def _bytes_free(path: str) -> int:
+    """What the file system and the machine have left; a container's own limit is not seen here."""
+    try:
+        room = os.statvfs(Path(path).parent)
+    except OSError as error:
+        raise Unavailable(f"cannot make the arena {path}: {error.strerror}") from error
+    available = next(
+        (int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:")),
+        sys.maxsize,
+    )
+    return min(room.f_bavail * room.f_frsize, available)
 
 
 def _create(path: str) -> int:

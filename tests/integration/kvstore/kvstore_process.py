@@ -1,0 +1,113 @@
+"""One real kvstore process for tests, and a plain client of its own to look at it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+
+from deploy.local.ports import free_ports
+from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
+
+READY_S = 20.0
+NO_NATS = "nats://127.0.0.1:1"
+
+
+class KvStoreProcess:
+    """A kvstore on fixed ports and a fixed arena path, to be killed and restarted."""
+
+    def __init__(self, folder: Path, *, arena_bytes: int = 4 << 20, slot_bytes: int = 4096, nats_url: str = NO_NATS):
+        self.grpc_port, self.ops_port = free_ports(2)
+        self.address = f"127.0.0.1:{self.grpc_port}"
+        self.arena_path = folder / "arena"
+        self._log = folder / "kvstore.log"
+        self._environment = {
+            **os.environ,
+            "ROUNDHOUSE_NODE_ID": "node-1",
+            "ROUNDHOUSE_NATS_URL": nats_url,
+            "ROUNDHOUSE_GRPC_PORT": str(self.grpc_port),
+            "ROUNDHOUSE_OPS_PORT": str(self.ops_port),
+            "ROUNDHOUSE_ARENA_PATH": str(self.arena_path),
+            "ROUNDHOUSE_ARENA_BYTES": str(arena_bytes),
+            "ROUNDHOUSE_SLOT_BYTES": str(slot_bytes),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel = grpc.insecure_channel(
+            self.address, options=[("grpc.max_reconnect_backoff_ms", 200), ("grpc.initial_reconnect_backoff_ms", 50)]
+        )
+        self.stub = kv_pb2_grpc.KvStoreStub(self._channel)
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.kvstore"], env=self._environment, stdout=log, stderr=log
+            )
+        self.stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=READY_S, wait_for_ready=True)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; does not wait."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, as in a crash. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(10)
+
+    def close(self) -> None:
+        """Nothing is left."""
+        self.kill()
+        self._channel.close()
+
+    def statistics(self) -> kv_pb2.Statistics:
+        """Counts now."""
+        return self.stub.GetStatistics(kv_pb2.GetStatisticsRequest(), timeout=5)
+
+    def flip_byte(self, offset: int) -> None:
+        """What a broken memory bar does."""
+        with self.arena_path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            arena[offset] ^= 0xFF
+
+    def ops(self, path: str) -> tuple[int, str]:
+        """Status and body of an ops page."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}{path}", timeout=5) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def conditions(self) -> dict[str, str]:
+        """The conditions of readiness."""
+        conditions: dict[str, str] = json.loads(self.ops("/health/ready")[1])["conditions"]
+        return conditions
+
+    def log_text(self) -> str:
+        """All it said."""
+        return self._log.read_text()
+
+
+def eventually(holds: object, within_s: float = 10.0) -> None:
+    """Ask again until `holds()` is true; AssertionError when the time is over."""
+    assert callable(holds)
+    until_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.02)

@@ -1,0 +1,114 @@
+"""The kvstore's verbs over a fake arena: what is published is what lies there."""
+
+import xxhash
+
+from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.records import Acquired, Committed, Missed, Reserved
+from services.kvstore.domain.slot_arena import SlotArena
+from services.kvstore.operations import serve_blocks
+from services.kvstore.operations.serve_blocks import BlockService
+from tests.builders.kv_blocks import HOLDER, SALT, UNIT, chain, new_blocks
+from tests.fakes.block_arena import FakeArena
+from tests.fakes.clock import ManualClock
+
+
+class Node:
+    """A service over 8 slots, and a writer."""
+
+    def __init__(self) -> None:
+        self.arena = FakeArena(8 * UNIT)
+        self.clock = ManualClock()
+        self.service = BlockService(BlockTable(SlotArena(8 * UNIT, UNIT, UNIT), "run"), self.arena, self.clock)
+
+    def write(self, keys: list[bytes]) -> tuple[str, dict[bytes, int]]:
+        """Reserve and fill slots; the lease and the checksums of what was written."""
+        reserved = self.service.reserve(new_blocks(keys), HOLDER)
+        assert isinstance(reserved, Reserved)
+        claims = {}
+        for place in reserved.slots:
+            data = place.key.ljust(UNIT, b".")
+            with self.arena.view(place.offset, UNIT) as view:
+                view[:] = data
+            claims[place.key] = xxhash.xxh3_64_intdigest(data)
+        return reserved.lease_id, claims
+
+    async def store(self, keys: list[bytes]) -> None:
+        """Write and publish."""
+        assert (await self.service.commit(*self.write(keys))).committed == len(keys)
+
+    def acquire(self, keys: list[bytes]) -> Acquired:
+        """A lease on what must be there."""
+        acquired = self.service.acquire(SALT, keys, HOLDER)
+        assert isinstance(acquired, Acquired)
+        return acquired
+
+
+async def test_blocks_whose_bytes_match_are_published() -> None:
+    """The place and the checksum that a reader gets are those of the bytes written."""
+    node, keys = Node(), chain("a", 2)
+    await node.store(keys)
+    for place in node.acquire(keys).blocks:
+        with node.arena.view(place.offset, place.length) as view:
+            assert bytes(view) == place.key.ljust(UNIT, b".")
+            assert xxhash.xxh3_64_intdigest(view) == place.checksum
+
+
+async def test_a_torn_write_is_rejected_and_counted() -> None:
+    """Invariant 11: one byte differs from what the writer claims, so nobody sees the block."""
+    node, keys = Node(), chain("a", 1)
+    lease_id, claims = node.write(keys)
+    with node.arena.view(0, 1) as view:
+        view[0] ^= 1
+    assert await node.service.commit(lease_id, claims) == Committed(0, 1)
+    assert node.service.acquire(SALT, keys, HOLDER) == Missed()
+    assert node.service.statistics().corrupt == 1
+
+
+async def test_a_commit_for_another_lease_is_rejected() -> None:
+    """Keys that the lease does not hold are rejected, each one."""
+    node = Node()
+    lease_id, _ = node.write(chain("a", 1))
+    assert await node.service.commit(lease_id, dict.fromkeys(chain("b", 3), 1)) == Committed(0, 3)
+
+
+async def test_checksums_of_many_bytes_leave_the_loop(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """The same result when the hashing is done in a thread."""
+    monkeypatch.setattr(serve_blocks, "INLINE_BYTES_MAX", 0)
+    node, keys = Node(), chain("a", 3)
+    await node.store(keys)
+    assert len(node.acquire(keys).blocks) == 3
+
+
+async def test_a_reported_block_is_dropped_only_if_it_is_wrong() -> None:
+    """The first report is false and changes nothing; then a bit falls over, and the second report drops the block."""
+    node, keys = Node(), chain("a", 2)
+    await node.store(keys)
+    lease = node.acquire(keys)
+    await node.service.release(lease.lease_id, [keys[1]])
+    lease = node.acquire(keys)
+    assert len(lease.blocks) == 2
+    with node.arena.view(lease.blocks[1].offset, 1) as view:
+        view[0] ^= 1
+    await node.service.release(lease.lease_id, [keys[1]])
+    assert len(node.acquire(keys).blocks) == 1
+    assert node.service.statistics().corrupt == 1
+
+
+async def test_leases_end_by_themselves() -> None:
+    """1,000 ms after the reservation the slot of a dead writer is free, though nobody called in between."""
+    node = Node()
+    node.write(chain("a", 1))
+    node.clock.advance(999)
+    await node.service.expire_leases()
+    assert node.service.statistics().units_held == 1
+    node.clock.advance(1)
+    await node.service.expire_leases()
+    assert node.service.statistics().units_held == 0
+
+
+async def test_an_erased_tenant_finds_nothing() -> None:
+    """Both blocks of 64 bytes go."""
+    node, keys = Node(), chain("a", 2)
+    await node.store(keys)
+    assert node.service.erase_salt(SALT).bytes_dropped == 2 * UNIT
+    assert node.service.acquire(SALT, keys, HOLDER) == Missed()
