@@ -12,7 +12,7 @@ from rich.console import Console
 
 from deploy.local.home import ClusterProblem, Home
 from deploy.local.parts import ClusterOptions
-from deploy.local.sizes import parse_bytes
+from deploy.local.sizes import parse_bytes, show_bytes
 from roundhouse.cli.cluster_end import end_cluster
 from roundhouse.cli.cluster_report import PipeReport, Report, ReportLine, TerminalReport, show_reports
 from roundhouse.cli.cluster_run import run_cluster
@@ -45,7 +45,13 @@ def up(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=8, help="Nodes: a Triton, a loader and a kvstore each.")] = 2,
     device_bytes: Annotated[
-        int, typer.Option(parser=parse_bytes, metavar="SIZE", help="Device memory of a node, such as 160MiB.")
+        int,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="SIZE",
+            show_default=show_bytes(DEFAULTS.device_bytes),
+            help="Memory that models may take on a node.",
+        ),
     ] = DEFAULTS.device_bytes,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 = any.")] = 8080,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC API; 0 = any.")] = 8081,
