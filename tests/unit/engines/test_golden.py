@@ -63,6 +63,7 @@ def test_adapted_logits_equal_those_of_peft() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers itself
 @pytest.mark.parametrize("case", [*sorted(make_golden.CASES), make_golden.LORA_CASE])
 def test_golden_logits_can_be_derived_again(case: str) -> None:
     """What is written down is what the installed torch and transformers compute."""
