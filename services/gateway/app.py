@@ -1,8 +1,10 @@
 """Composition root of the gateway: connects the parts, serves, and drains without losing a stream or a bill."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import structlog
@@ -11,11 +13,14 @@ from redis.exceptions import RedisError
 
 from roundhouse.catalogue.store import CatalogueReader, CatalogueView
 from roundhouse.clock import Clock, SystemClock
-from roundhouse.errors import Unavailable
+from roundhouse.errors import InvalidInput, Unavailable
 from roundhouse.event_bus import EventBus, connect_bus
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_http, serve_ops
 from roundhouse.redis_edge import open_redis
+from roundhouse.vocabulary import KeyId
+from services.gateway.adapters.admin_api import admin_app
+from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.adapters.http_app import public_app
 from services.gateway.adapters.http_requests import RequestReader
@@ -27,6 +32,7 @@ from services.gateway.adapters.scheduler_bus import BusScheduler, receive_grants
 from services.gateway.adapters.text_codecs import CheckpointCodecs
 from services.gateway.adapters.triton_node import TritonNodes
 from services.gateway.adapters.usage_outbox import UsageOutbox
+from services.gateway.operations.apply import Declared
 from services.gateway.operations.attempts import Attempts
 from services.gateway.operations.heartbeat import HEARTBEAT_MS, beat, renew
 from services.gateway.operations.run_request import RequestParts
@@ -37,6 +43,7 @@ from services.gateway.settings import GatewaySettings
 log = structlog.get_logger(__name__)
 
 PROBE_MS = 1_000
+APPLIED_AT_START = KeyId("start")  # who applied, in the audit stream, when it was the settings
 OUTBOX_DRAIN_S = 5.0  # after the streams have ended; more would keep a supervisor waiting
 
 
@@ -105,6 +112,7 @@ class Gateway:
         openai = OpenAIRoutes(
             parts, OpenAIWork(catalogue, world.codecs, settings.cluster), catalogue, reader, world.clock
         )
+        await self._admin(bus, redis, catalogue, keys, addresses)
         app = public_app(openai.routes(), self._readiness, keys.identify)
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
@@ -160,6 +168,20 @@ class Gateway:
             clock=world.clock,
         )
 
+    async def _admin(
+        self, bus: EventBus, redis: Redis, catalogue: CatalogueView, keys: KeyDirectory, addresses: Addresses
+    ) -> None:
+        """Serve the admin API on its own port; apply the catalogue file, if one is set, before anything is served."""
+        settings = self._settings
+        parts = AdminParts(redis, bus, self._world.clock, catalogue, keys, settings.metering_url)
+        services = await self._stack.enter_async_context(open_admin(parts))
+        if settings.catalogue_file:
+            declared = await asyncio.to_thread(_read_declared, settings.catalogue_file)
+            await services.applying.apply(declared, actor=APPLIED_AT_START)
+        addresses.admin = await self._stack.enter_async_context(
+            serve_http(admin_app(services), settings.bind_host, settings.admin_port)
+        )
+
     async def _probe(self, bus: EventBus, redis: Redis, catalogue: CatalogueView) -> None:
         self._readiness.set("nats", reason=None if bus.connected else "NATS is not connected")
         reason = getattr(catalogue, "not_ready_reason", None)
@@ -176,3 +198,11 @@ class Gateway:
 
     def _stop_taking_work(self) -> None:
         self._readiness.set("serving", reason="draining")
+
+
+def _read_declared(file: str) -> Declared:
+    path = Path(file).absolute()
+    try:
+        return Declared(path.read_text(encoding="utf-8"), path.name, path.parent)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the catalogue file {path} cannot be read: {error}") from error

@@ -1,7 +1,7 @@
-"""A whole gateway in the test's event loop, over a real bus and store, with a scheduler and a node of the test's own."""
+"""A whole gateway in the test's event loop, over a real bus and store, with the test's own scheduler and node."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ import httpx
 
 from roundhouse.catalogue.records import Catalogue
 from roundhouse.clock import SystemClock
-from roundhouse.event_bus import NatsBus, connect_bus
+from roundhouse.event_bus import Handler, Message, NatsBus, connect_bus
 from roundhouse.lifecycle import Lifecycle
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId, TenantId
@@ -51,10 +51,8 @@ class RunningGateway:
 
     async def usage(self, count: int) -> list[UsageEvent]:
         """The first `count` usage events, once the stream has them; more than that fail the test."""
-        async with asyncio.timeout(10):
-            while len(self.events) < count:
-                await asyncio.sleep(0.01)  # a real bus delivers when it does
-        await asyncio.sleep(0.05)
+        await until(lambda: len(self.events) >= count)
+        await asyncio.sleep(0.05)  # for the one event too many that a fault would make
         assert len(self.events) == count
         return self.events
 
@@ -102,8 +100,15 @@ async def running_gateway(
         await bus.close()
 
 
-def _keep(gateway: RunningGateway):  # type: ignore[no-untyped-def]  # a bus handler
-    async def on_event(message) -> None:  # type: ignore[no-untyped-def]
+async def until(true: Callable[[], bool], *, within_s: float = 10) -> None:
+    """Wait for something that real servers do in their own time."""
+    async with asyncio.timeout(within_s):
+        while not true():  # noqa: ASYNC110 - there is no event to wait for across processes
+            await asyncio.sleep(0.01)
+
+
+def _keep(gateway: RunningGateway) -> Handler:
+    async def on_event(message: Message) -> None:
         gateway.events.append(UsageEvent.FromString(message.data))
 
     return on_event
