@@ -76,7 +76,7 @@ class Steps:
         task.add_done_callback(self._running.discard)
 
     def _keep_ledger(self, home: Residence, before: Instance) -> None:
-        """Bytes follow the state: committed when ready, released at rest (invariant 6)."""
+        """Bytes follow the state: committed when ready, released when gone (invariant 6)."""
         version, state = home.instance.version, home.instance.state
         if state is before.state:
             return
@@ -84,7 +84,7 @@ class Steps:
             home.promised_to = None  # a newer load took it back from whoever was to get its bytes
         if state is State.READY and before.state is State.LOADING:
             self._node.device = self._node.device.commit(version)
-        if state.is_at_rest:
+        if state.is_at_rest or state is State.ADMITTING:  # also when it is wanted again as soon as it is gone
             self._node.device = self._node.device.release(version)
             self._hand_over(home)
         if state not in (State.ADMITTING, State.STAGING, State.LOADING):
