@@ -16,13 +16,13 @@ from roundhouse.vocabulary import PriorityClass
 from services.metering.adapters.database import ledger_url, open_reader
 from services.metering.adapters.schema import ledger_head, metadata
 from services.metering.adapters.sql_ledger import SqlLedger
-from services.metering.domain.ledger import RawEvent, Rejected, Result
+from services.metering.domain.ledger import Candidate, RawEvent, Rejected, Result
 from services.metering.domain.periods import DAY_MS, HOUR_MS, day_start_ms
 from services.metering.domain.queries import Dimension, Totals, UsageFilter
 from services.metering.domain.rating import UNRATED
 from services.metering.domain.usage import UsageFacts
 from services.metering.ports import Ledger
-from tests.builders.usage import AMOUNT, PRICE, TIME_MS, abandoned, candidate, usage_facts
+from tests.builders.usage import AMOUNT, TIME_MS, abandoned, candidate, usage_facts
 from tests.fakes.ledger import FakeLedger
 
 NOW_MS = TIME_MS + 60_000
@@ -120,7 +120,7 @@ async def test_a_schedulers_late_event_changes_nothing(ledger: Ledger) -> None:
 async def test_poison_is_kept_once_with_its_reason_and_leaves_when_replayed(ledger: Ledger) -> None:
     """A message that cannot be read is put aside; the same message again is the same entry."""
     poison = Rejected(RawEvent("rh.v1.usage.t1", b"\xff\x00"), "it is not a UsageEvent")
-    items = [poison, candidate(usage_facts()), poison]
+    items: list[Candidate | Rejected] = [poison, candidate(usage_facts()), poison]
     assert await ledger.append(items, now_ms=NOW_MS) == [Result.QUARANTINED, Result.RECORDED, Result.QUARANTINED]
     (entry,) = await ledger.quarantined(limit=10)
     assert (entry.raw, entry.reason, entry.first_seen_ms) == (poison.raw, poison.reason, NOW_MS)

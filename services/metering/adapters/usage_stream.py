@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 CONSUMER: Final = "metering"
 PULL_WAIT_S: Final = 1.0  # also how long a stop waits for an idle pull
 IDLE_PULLS_BEFORE_LOOK: Final = 3  # with PULL_WAIT_S: a forgotten consumer is missed within about 3 s
-ACK_WAIT_S: Final = 30.0  # several times the slowest commit; then another process gets the events
+ACK_WAIT_S: Final = 10.0  # many times a slow commit; then events of a process that died go to another
 ACK_PENDING_MAX: Final = 8192  # far above the batches in flight of a few processes
 _ERRORS: Final = (NatsError, JetStreamError, TimeoutError)
 
