@@ -78,7 +78,8 @@ def _open(url: URL, *, connections: int, begin: str, isolation: str) -> Engine:
         pool_size=connections,
         max_overflow=0,
         pool_pre_ping=True,  # finds that the server was restarted before a transaction needs it
-        connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "options": options},
+        # Text is UTF-8 whatever the database was made with: one made in the C locale (SQL_ASCII) would give bytes.
+        connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "options": options, "client_encoding": "utf8"},
     )
 
 
