@@ -1,7 +1,7 @@
 """The containers as a user sees them: up, real streamed requests from outside, the bill, and down with nothing left.
 
-Run by `make compose-test`; needs a container engine. It uses a project name and ports of its own, so that a mesh started
-with `make compose-up` is not touched.
+Run by `make compose-test`; needs a container engine. It uses a project name and ports of its own, so that a mesh
+started with `make compose-up` is not touched.
 """
 
 import os
@@ -75,7 +75,7 @@ def containers() -> Iterator[Containers]:
         subprocess.run([*compose, "logs", "--tail=30", "--no-color"], env=environment, check=False, timeout=60)
         subprocess.run([*compose, "down", "-v", "--timeout", "15"], env=environment, check=True, timeout=300)
         left = subprocess.run(
-            ["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={project}"],
+            ["docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={project}"],  # noqa: S607
             check=True,
             capture_output=True,
         )
@@ -84,7 +84,7 @@ def containers() -> Iterator[Containers]:
 
 def _compose() -> tuple[str, ...]:
     """`docker compose` where there is the plugin, else the older `docker-compose`."""
-    if subprocess.run(["docker", "compose", "version"], check=False, capture_output=True).returncode == 0:
+    if subprocess.run(["docker", "compose", "version"], check=False, capture_output=True).returncode == 0:  # noqa: S607
         return ("docker", "compose")
     assert shutil.which("docker-compose"), "neither `docker compose` nor `docker-compose` is installed"
     return ("docker-compose",)
@@ -108,7 +108,7 @@ def _wait_until_ready(running: Containers) -> None:
 
 @pytest.mark.timeout(900)
 def test_what_is_streamed_is_billed(containers: Containers) -> None:
-    """Requests from outside, cold, warm and over an adapter: tokens in their usage = tokens on the bill (invariant 13)."""
+    """Requests from outside, cold, warm and with an adapter: tokens in their usage = on the bill (invariant 13)."""
     containers.run("run", "--rm", "roundhouse", "demo-models", "/models/demo")
     containers.run("run", "--rm", "roundhouse", "apply", "-f", "/models/demo/catalogue.yaml")
     key = containers.admin("POST", "/keys", json={"tenant": "acme"})["key"]

@@ -55,7 +55,7 @@ class ClusterOptions:
     """What can be chosen about an embedded cluster. Sizes in bytes; port 0 picks a free one."""
 
     nodes: int = 2
-    device_bytes: int = 160 * 2**20  # about eight demo models beside each other on a node
+    device_bytes: int = 96 * 2**20  # eight demo models of the mean size (12 MiB) beside each other on a node
     host_bytes: int = 256 * 2**20
     disk_bytes: int = 4 * 2**30
     arena_bytes: int = 64 * 2**20

@@ -91,7 +91,7 @@ def _initialise_postgres(binaries: Path, data: Path, user: str | None) -> None:
         account = pwd.getpwnam(user)
         os.chown(data, account.pw_uid, account.pw_gid)
     subprocess.run(
-        [str(binaries / "initdb"), "-D", str(data), "-U", "postgres", "--auth=trust", "--no-sync"],
+        [str(binaries / "initdb"), "-D", str(data), "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8"],
         check=True,
         user=user,
         cwd="/",
