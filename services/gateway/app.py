@@ -15,6 +15,7 @@ from roundhouse.catalogue.store import CatalogueReader, CatalogueView
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.errors import InvalidInput, Unavailable
 from roundhouse.event_bus import EventBus, connect_bus
+from roundhouse.grpc_edge import GrpcServer
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_http, serve_ops
 from roundhouse.redis_edge import open_redis
@@ -25,6 +26,9 @@ from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.adapters.http_app import public_app
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.adapters.key_directory import RedisKeyDirectory
+from services.gateway.adapters.kserve_grpc import KServeService, add_to_server
+from services.gateway.adapters.kserve_rest import KServeRoutes
+from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.openai_routes import OpenAIRoutes
 from services.gateway.adapters.openai_work import OpenAIWork
 from services.gateway.adapters.request_metrics import PrometheusObserver
@@ -32,9 +36,11 @@ from services.gateway.adapters.scheduler_bus import BusScheduler, receive_grants
 from services.gateway.adapters.text_codecs import CheckpointCodecs
 from services.gateway.adapters.triton_node import TritonNodes
 from services.gateway.adapters.usage_outbox import UsageOutbox
+from services.gateway.operations.admin_ports import NodeStates
 from services.gateway.operations.apply import Declared
 from services.gateway.operations.attempts import Attempts
 from services.gateway.operations.heartbeat import HEARTBEAT_MS, beat, renew
+from services.gateway.operations.infer_tensors import TensorWork
 from services.gateway.operations.run_request import RequestParts
 from services.gateway.operations.settlements import Settlements
 from services.gateway.ports import Admission, InferenceNode, KeyDirectory, TextCodecs
@@ -112,8 +118,15 @@ class Gateway:
         openai = OpenAIRoutes(
             parts, OpenAIWork(catalogue, world.codecs, settings.cluster), catalogue, reader, world.clock
         )
-        await self._admin(bus, redis, catalogue, keys, addresses)
-        app = public_app(openai.routes(), self._readiness, keys.identify)
+        nodes = await self._admin(bus, redis, catalogue, keys, addresses)
+        signatures = NodeSignatures(nodes)
+        tensors = TensorWork(catalogue, signatures)
+        kserve = KServeRoutes(parts, tensors, signatures, catalogue, reader, self._readiness)
+        service = KServeService(
+            parts, tensors, signatures, keys.identify, self._readiness, world.clock, settings.deadline_ms
+        )
+        addresses.grpc = await self._serve_grpc(service)
+        app = public_app([*openai.routes(), *kserve.routes()], self._readiness, keys.identify)
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
         )
@@ -170,8 +183,10 @@ class Gateway:
 
     async def _admin(
         self, bus: EventBus, redis: Redis, catalogue: CatalogueView, keys: KeyDirectory, addresses: Addresses
-    ) -> None:
-        """Serve the admin API on its own port; apply the catalogue file, if one is set, before anything is served."""
+    ) -> NodeStates:
+        """Serve the admin API on its own port; apply the catalogue file, if one is set, before anything is served.
+
+        Returns what is known of the nodes."""
         settings = self._settings
         parts = AdminParts(redis, bus, self._world.clock, catalogue, keys, settings.metering_url)
         services = await self._stack.enter_async_context(open_admin(parts))
@@ -181,6 +196,14 @@ class Gateway:
         addresses.admin = await self._stack.enter_async_context(
             serve_http(admin_app(services), settings.bind_host, settings.admin_port)
         )
+        return services.nodes
+
+    async def _serve_grpc(self, service: KServeService) -> int:
+        server = GrpcServer()
+        name = add_to_server(service, server.server)
+        port = await server.start(self._settings.bind_host, self._settings.grpc_port, [name])
+        self._stack.push_async_callback(server.stop, self._settings.drain_seconds)
+        return port
 
     async def _probe(self, bus: EventBus, redis: Redis, catalogue: CatalogueView) -> None:
         self._readiness.set("nats", reason=None if bus.connected else "NATS is not connected")

@@ -10,6 +10,7 @@ from typing import Protocol
 from roundhouse.catalogue.records import Limits, Model
 from roundhouse.vocabulary import KeyId, Outcome, RequestId, TenantId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
+from services.gateway.domain.tensors import ModelSignature, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +124,6 @@ class EngineChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """One KServe v2 tensor, its elements as raw little-endian bytes (BYTES: each with a 4-byte length before it)."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class TensorRequest:
     """One call of a tensor model. Tensors agree with their shapes before this is made (case B43)."""
 
@@ -146,24 +137,6 @@ class TensorReply:
     """The answer to a `TensorRequest`."""
 
     outputs: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """An input or output that a model declares. -1 in `shape` = any size."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSignature:
-    """Inputs and outputs of a model, with the batch dimension where there is one."""
-
-    platform: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
 
 
 class InferenceNode(Protocol):

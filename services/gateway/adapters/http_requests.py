@@ -5,8 +5,8 @@ from starlette.requests import ClientDisconnect, Request
 from roundhouse.clock import Clock
 from roundhouse.errors import Forbidden, InvalidInput
 from services.gateway.adapters.http_errors import BodyTooLarge
-from services.gateway.adapters.openai_work import RequestContext
 from services.gateway.domain.outcomes import ClientLeft
+from services.gateway.operations.resolve_model import RequestContext
 from services.gateway.ports import Caller
 
 INFERENCE_SCOPE = "inference"

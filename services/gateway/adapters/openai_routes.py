@@ -16,7 +16,8 @@ from services.gateway.adapters.http_edge import EdgeRoute
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.adapters.openai_answers import AnswerStyle, EmbeddingAnswer, GenerationAnswer
 from services.gateway.adapters.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, parse_body
-from services.gateway.adapters.openai_work import OpenAIWork, model_not_found_text
+from services.gateway.adapters.openai_work import OpenAIWork
+from services.gateway.operations.resolve_model import model_not_found_text
 from services.gateway.operations.run_request import RequestParts
 
 _encode = msgspec.json.Encoder().encode

@@ -11,8 +11,7 @@ from typing import Any
 from roundhouse.block_keys import prefix_block_keys, tenant_salt
 from roundhouse.catalogue.records import Adapter, Interface, Model, Tenant
 from roundhouse.catalogue.store import CatalogueView
-from roundhouse.errors import InvalidInput, NotFound, Unauthenticated
-from roundhouse.vocabulary import RequestId
+from roundhouse.errors import InvalidInput
 from services.gateway.adapters.openai_bodies import (
     EMBEDDING_INPUTS_MAX,
     PROMPTS_MAX,
@@ -30,19 +29,11 @@ from services.gateway.domain.context_window import (
 )
 from services.gateway.domain.sampling import Sampling, check_vocabulary
 from services.gateway.operations.accounting import Work
+from services.gateway.operations.resolve_model import RequestContext, resolve_model
 from services.gateway.ports import Caller, EngineRequest, TextCodec, TextCodecs
 
 BLOCK_TOKENS = 16  # of our engines; keys of another size would only miss
 CALLS_MAX = 128  # a guess: prompts times choices of one request
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """What the edge knows of a request besides its body."""
-
-    request_id: RequestId
-    caller: Caller
-    deadline_unix_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +210,6 @@ class OpenAIWork:
 def _digest_bytes(digest: str) -> bytes:
     """The bytes of a "sha256:…" digest, as engines put them into block keys."""
     return bytes.fromhex(digest.removeprefix("sha256:"))
-
-
-def resolve_model(catalogue: CatalogueView, caller: Caller, name: str) -> tuple[Tenant, Model, Adapter | None]:
-    """Tenant, model and adapter behind a name. Raises NotFound alike for what is not there and what may not be seen."""
-    current = catalogue.current
-    tenant = current.tenants.get(caller.tenant_id)
-    if tenant is None:
-        raise Unauthenticated("the API key is not valid")
-    found = current.resolve(caller.tenant_id, name)
-    if found is None:
-        raise NotFound(model_not_found_text(name), param="model")
-    return tenant, *found
-
-
-NAME_CHARACTERS_SHOWN = 100
-
-
-def model_not_found_text(name: str) -> str:
-    """The one text for every model that a tenant cannot call."""
-    shown = name if len(name) <= NAME_CHARACTERS_SHOWN else name[:NAME_CHARACTERS_SHOWN] + "…"
-    return f"The model '{shown}' does not exist or you do not have access to it."
 
 
 async def _prompt(given: Any, codec: TextCodec, param: str) -> Prompt:

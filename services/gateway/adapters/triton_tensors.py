@@ -12,7 +12,8 @@ import msgspec
 from tritonclient.grpc import service_pb2 as kserve
 
 from roundhouse import telemetry
-from services.gateway.ports import EngineChunk, EngineRequest, Tensor, TensorReply, TensorRequest
+from services.gateway.domain.tensors import Tensor
+from services.gateway.ports import EngineChunk, EngineRequest, TensorReply, TensorRequest
 
 _LENGTH = struct.Struct("<I")
 _UINT32 = struct.Struct("<I")

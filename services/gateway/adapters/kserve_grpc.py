@@ -1,0 +1,172 @@
+"""KServe v2 over gRPC: `inference.GRPCInferenceService`, for clients of Triton as they are, with a key in the metadata.
+
+Every method of the service needs a key; those that belong to operators (repository control, shared memory, logs and
+trace settings) exist and refuse. Errors are those of the table in `roundhouse.errors` (case B04).
+Source: KServe v2 (Open Inference Protocol), gRPC; the service definition is tritonclient's.
+"""
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.datastructures import Headers
+from tritonclient.grpc import service_pb2 as kserve
+from tritonclient.grpc import service_pb2_grpc as kserve_grpc
+
+from roundhouse.clock import Clock
+from roundhouse.errors import Forbidden, InvalidInput, RoundhouseError
+from roundhouse.ops_server import Readiness
+from roundhouse.vocabulary import RequestId
+from services.gateway.adapters.http_edge import Identify, key_text
+from services.gateway.adapters.http_requests import DEADLINE_HEADER, allowed_to_infer, deadline_ms_of
+from services.gateway.adapters.kserve_bodies import refuse_unsupported
+from services.gateway.adapters.kserve_rest import EXTENSIONS, NOT_FOR_TENANTS, SERVER_NAME, known_signature
+from services.gateway.adapters.kserve_values import tensor_of_contents
+from services.gateway.adapters.model_signatures import NodeSignatures
+from services.gateway.domain.tensors import Tensor
+from services.gateway.operations.infer_tensors import VERSION, TensorCall, TensorWork
+from services.gateway.operations.resolve_model import RequestContext
+from services.gateway.operations.run import Waiting
+from services.gateway.operations.run_request import RequestParts, run_request
+from services.gateway.ports import Caller, TensorReply
+
+SERVICE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+
+
+class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
+    """The service. Methods that are not here refuse, with a key or without."""
+
+    def __init__(
+        self,
+        parts: RequestParts,
+        work: TensorWork,
+        signatures: NodeSignatures,
+        identify: Identify,
+        readiness: Readiness,
+        clock: Clock,
+        deadline_ms: int,
+    ) -> None:
+        self._parts = parts
+        self._work = work
+        self._signatures = signatures
+        self._identify = identify
+        self._readiness = readiness
+        self._clock = clock
+        self._deadline_ms = deadline_ms
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's name
+        """Whether this process answers."""
+        await self._caller(context)
+        return kserve.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether this process can take work."""
+        await self._caller(context)
+        return kserve.ServerReadyResponse(ready=self._readiness.ready)
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Name and extensions."""
+        await self._caller(context)
+        return kserve.ServerMetadataResponse(name=SERVER_NAME, version="1", extensions=EXTENSIONS)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether a node has the model ready. Raises NotFound."""
+        model = self._work.visible(await self._caller(context), request.name, request.version)
+        return kserve.ModelReadyResponse(ready=await self._signatures.is_ready(model))
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Inputs and outputs. Raises NotFound, and Unavailable until the model was ready somewhere once."""
+        model = self._work.visible(await self._caller(context), request.name, request.version)
+        signature = await known_signature(self._signatures, model)
+        reply = kserve.ModelMetadataResponse(name=request.name, versions=[VERSION], platform=signature.platform)
+        for specs, target in ((signature.inputs, reply.inputs), (signature.outputs, reply.outputs)):
+            for spec in specs:
+                target.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
+        return reply
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """One call. The caller's cancellation or deadline ends it."""
+        return await self._infer(request, context, await self._caller(context))
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Calls one after the other; a call that fails is answered with its text and does not end the stream."""
+        caller = await self._caller(context)
+        async for request in requests:
+            try:
+                yield kserve.ModelStreamInferResponse(infer_response=await self._infer(request, context, caller))
+            except RoundhouseError as error:
+                yield kserve.ModelStreamInferResponse(error_message=error.message)
+
+    async def _infer(self, request: Any, context: Any, caller: Caller) -> Any:
+        where = RequestContext(RequestId(uuid.uuid4().hex), caller, self._deadline_unix_ms(context))
+        self._work.visible(caller, request.model_name, request.model_version)
+        refuse_unsupported(request.parameters)
+        call = TensorCall(
+            request.model_name, request.model_version, inputs_of(request), tuple(o.name for o in request.outputs)
+        )
+        work = await self._work.work(call, where)
+        reply = kserve.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+        async with run_request(self._parts, work) as run:
+            async for piece in run.events():
+                if not isinstance(piece, Waiting) and isinstance(piece.piece, TensorReply):
+                    _fill(reply, piece.piece)
+        return reply
+
+    async def _caller(self, context: Any) -> Caller:
+        return allowed_to_infer(await self._identify(key_text(_headers(context))))
+
+    def _deadline_unix_ms(self, context: Any) -> int:
+        wanted = deadline_ms_of(_headers(context).get(DEADLINE_HEADER), self._deadline_ms)
+        left_s = context.time_remaining()
+        return self._clock.now_ms() + (wanted if left_s is None else min(wanted, int(left_s * 1000)))
+
+
+def inputs_of(request: Any) -> tuple[Tensor, ...]:
+    """The inputs of a call, from raw or typed contents. Raises InvalidInput (case B43)."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidInput(f"there are {len(request.inputs)} inputs and {len(raw)} raw contents.", param="inputs")
+    tensors: list[Tensor] = []
+    for place, one in enumerate(request.inputs):
+        refuse_unsupported(one.parameters)
+        if not raw:
+            tensors.append(tensor_of_contents(one.name, one.datatype, one.shape, one.contents))
+        elif one.HasField("contents"):
+            raise InvalidInput(f"input '{one.name}' has raw and typed contents.", param=one.name)
+        else:
+            tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), bytes(raw[place])))
+    return tuple(tensors)
+
+
+def _fill(reply: Any, produced: TensorReply) -> None:
+    for tensor in produced.outputs:
+        reply.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        reply.raw_output_contents.append(tensor.data)
+
+
+def _headers(context: Any) -> Headers:
+    pairs = [(str(key), value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+    return Headers(raw=[(key.lower().encode(), value.encode()) for key, value in pairs])
+
+
+def _refusing(*, streams: bool) -> Any:
+    async def refuse(self: KServeService, request: Any, context: Any) -> Any:
+        await self._caller(context)
+        raise Forbidden(NOT_FOR_TENANTS)
+
+    async def refuse_stream(self: KServeService, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield await refuse(self, request, context)
+
+    return refuse_stream if streams else refuse
+
+
+for _method in SERVICE.methods:
+    # What the generated base class would answer without asking for a key (case B05).
+    if _method.name not in vars(KServeService):
+        setattr(KServeService, _method.name, _refusing(streams=_method.server_streaming))
+
+
+def add_to_server(service: KServeService, server: Any) -> str:
+    """Register the service; returns its full name."""
+    kserve_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    return str(SERVICE.full_name)

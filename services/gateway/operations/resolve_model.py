@@ -1,0 +1,38 @@
+"""Which model a name means for a caller. What a tenant may not see looks like what is not there (invariant 16)."""
+
+from dataclasses import dataclass
+
+from roundhouse.catalogue.records import Adapter, Model, Tenant
+from roundhouse.catalogue.store import CatalogueView
+from roundhouse.errors import NotFound, Unauthenticated
+from roundhouse.vocabulary import RequestId
+from services.gateway.ports import Caller
+
+NAME_CHARACTERS_SHOWN = 100  # a guess: enough to see a typing error, short enough for a log
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What an edge knows of a request besides its body."""
+
+    request_id: RequestId
+    caller: Caller
+    deadline_unix_ms: int
+
+
+def resolve_model(catalogue: CatalogueView, caller: Caller, name: str) -> tuple[Tenant, Model, Adapter | None]:
+    """Tenant, model and adapter behind a name. Raises NotFound alike for what is not there and what may not be seen."""
+    current = catalogue.current
+    tenant = current.tenants.get(caller.tenant_id)
+    if tenant is None:
+        raise Unauthenticated("the API key is not valid")
+    found = current.resolve(caller.tenant_id, name)
+    if found is None:
+        raise NotFound(model_not_found_text(name), param="model")
+    return tenant, *found
+
+
+def model_not_found_text(name: str) -> str:
+    """The one text for every model that a tenant cannot call."""
+    shown = name if len(name) <= NAME_CHARACTERS_SHOWN else name[:NAME_CHARACTERS_SHOWN] + "…"
+    return f"The model '{shown}' does not exist or you do not have access to it."
