@@ -146,16 +146,18 @@ def _wrong_model_files(declaration: Declaration, where: Where, model: ModelShape
 
 def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     document = declaration.document
-    kinds = {model.name: interface_of(model) for model in declaration.models.values()}
+    language_models = {model.name for model in declaration.models.values() if interface_of(model) == "llm"}
+    others = {model.name for model in declaration.models.values()} - language_models
     for where, model in declaration.models.items():
-        if model.engine in _LLM_ENGINES and kinds[model.name] != "llm":
+        interface = interface_of(model)
+        if model.engine in _LLM_ENGINES and interface != "llm":
             yield document.at_value((*where, "interface"), f"the engine `{model.engine}` is called as `llm`")
-        if model.engine == "onnx" and kinds[model.name] != "tensors":
+        if model.engine == "onnx" and interface != "tensors":
             yield document.at_value((*where, "interface"), "the engine `onnx` is called as `tensors`")
-        if model.engine == "triton" and kinds[model.name] == "llm" and model.context_tokens is None:
+        if model.engine == "triton" and interface == "llm" and model.context_tokens is None:
             yield document.at_value(where, "`context_tokens` is missing: nothing else tells it for a Triton folder")
     for where, adapter in declaration.adapters.items():
-        if kinds.get(adapter.base, "llm") != "llm":
+        if adapter.base in others:
             yield document.at_value((*where, "base"), f"the model `{adapter.base}` takes no adapters")
 
 

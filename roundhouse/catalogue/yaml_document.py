@@ -115,7 +115,7 @@ class _Reading:
     def _scalar(self, node: yaml.Node, path: Path) -> Any:
         if node.tag not in _PLAIN_TAGS:
             self._problem(node, f"the tag {node.tag} is not allowed")
-            return None
+            return node.value  # text, so that the tag is the one problem of it
         if node.tag == _TIMESTAMP_TAG:
             return node.value  # a date is text here
         try:

@@ -18,6 +18,8 @@ from services.gateway.adapters import redis_names
 from services.gateway.adapters.key_directory import IndexEntry
 from services.gateway.domain.keys import KeyRecord
 
+INDEX_SLACK_MS = 24 * 3600 * 1000  # the entry only has to go some day: expiry itself is checked by time, not by absence
+
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(KeyRecord).decode
 
@@ -31,14 +33,14 @@ class RedisKeyRegistry:
     async def add(self, record: KeyRecord) -> None:
         """See `KeyRegistry.add`. Cancelled midway, the key may be listed but does not work yet: add it again."""
         entry = IndexEntry(record.tenant_id, record.key_id, tuple(sorted(record.scopes)), record.expires_ms)
-        index_options = {"pxat": record.expires_ms} if record.expires_ms else {}
+        lifetime_ms = record.expires_ms - record.created_ms + INDEX_SLACK_MS if record.expires_ms else None
         try:
             async with self._redis.pipeline(transaction=True) as transaction:
                 transaction.hset(redis_names.key_records(record.tenant_id), record.key_id, _encode(record).decode())
                 transaction.hset(redis_names.alive_keys(record.tenant_id), record.key_hash, str(record.expires_ms))
                 await transaction.execute()
             await self._redis.set(redis_names.key_owner(record.key_id), record.tenant_id)
-            await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), **cast("Any", index_options))
+            await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), px=lifetime_ms)
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be written now") from error
 
