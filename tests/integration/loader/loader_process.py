@@ -68,7 +68,11 @@ class LoaderProcess:
     channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> "LoaderProcess":
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.kill()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
