@@ -85,6 +85,11 @@ class KvStoreProcess:
         with self.arena_path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
             arena[offset] ^= 0xFF
 
+    def invert_arena(self) -> None:
+        """Every byte is wrong."""
+        with self.arena_path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            arena[:] = bytes(arena).translate(bytes(range(255, -1, -1)))
+
     def ops(self, path: str) -> tuple[int, str]:
         """Status and body of an ops page."""
         try:
