@@ -80,8 +80,8 @@ local function charge(name, points, at, rate, units) -- returns remaining units,
 end
 local left_requests, reset_requests = charge('requests', request_points, request_at, request_rate, 1)
 local left_tokens, reset_tokens = charge('tokens', token_points, token_at, token_rate, reserve)
-if drain_ms > 0 then -- an empty meter need not be kept; a minute more for a clock that steps back
-  redis.call('PEXPIRE', KEYS[2], drain_ms + 60000)
+if request_rate >= 0 or token_rate >= 0 then -- an empty meter need not be kept; a minute more for a clock that steps back
+  redis.call('PEXPIRE', KEYS[2], math.max(drain_ms + 60000, redis.call('PTTL', KEYS[2])))
 end
 
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', whole(now))

@@ -1,0 +1,163 @@
+"""The scripts in Redis and their pure twin decide alike, whatever happens in whatever order and whenever."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from roundhouse.catalogue.records import Limits
+from roundhouse.errors import Conflict, LimitExceeded
+from roundhouse.redis_edge import open_redis
+from roundhouse.vocabulary import KeyId, RequestId, TenantId
+from services.gateway.adapters import redis_names
+from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
+from services.gateway.adapters.admission import RedisAdmission
+from services.gateway.domain import limits as twin
+from services.gateway.domain.keys import INFERENCE, KeyRecord
+from services.gateway.ports import Admitted, Caller
+from tests import infra
+from tests.fakes.clock import ManualClock
+
+ACME = TenantId("acme")
+CALLER = Caller(ACME, KeyId("key-1"), frozenset({INFERENCE}), "ab" * 32)
+RATES = st.none() | st.sampled_from([0, 1, 2, 3, 7, 60, 100, 1_000_000_000])
+REQUESTS = st.sampled_from([RequestId(f"r{number}") for number in range(6)])
+Answer = TypeVar("Answer")
+
+
+class LimitsMachine(RuleBasedStateMachine):
+    """Drives the store and the twin with the same calls at the same times."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        infra.flush_redis(self.url)
+        self.runner = asyncio.Runner()
+        self.clock = ManualClock()
+        self.redis = open_redis(self.url)
+        self.admission = RedisAdmission(self.redis, clock=self.clock)
+        self.use = twin.TenantUse()
+        self.limits = Limits()
+        self.reserved: dict[RequestId, int] = {}
+        record = KeyRecord(CALLER.key_id, ACME, CALLER.key_hash, CALLER.scopes, "", self.clock.now_ms(), 0)
+        self.run(RedisKeyRegistry(self.redis).add(record))
+
+    def run(self, call: Awaitable[Answer]) -> Answer:
+        """One call on the machine's own loop."""
+
+        async def waited() -> Answer:
+            return await call
+
+        return self.runner.run(waited())
+
+    def teardown(self) -> None:
+        """Close what was opened."""
+        self.run(self.redis.aclose())
+        self.runner.close()
+
+    @rule(requests=RATES, tokens=RATES, concurrent=st.none() | st.integers(0, 3))
+    def set_limits(self, requests: int | None, tokens: int | None, concurrent: int | None) -> None:
+        """The catalogue changes."""
+        self.limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+
+    @rule(duration_ms=st.sampled_from([1, 7, 999, 8_571, 30_000, 60_000]) | st.integers(1, 70_000))
+    def wait(self, duration_ms: int) -> None:
+        """Time passes."""
+        self.clock.advance(duration_ms)
+
+    @rule(request_id=REQUESTS, tokens=st.integers(0, 120))
+    def admit(self, request_id: RequestId, tokens: int) -> None:
+        """The same answer, and the same state after it."""
+        ask = twin.Ask(
+            request_id,
+            tokens,
+            self.limits.requests_per_minute,
+            self.limits.tokens_per_minute,
+            self.limits.concurrent_requests,
+        )
+        self.use, expected = twin.admit(self.use, ask, self.clock.now_ms())
+        actual = self._admit(request_id, tokens)
+        match expected:
+            case twin.Taken(room):
+                assert isinstance(actual, Admitted)
+                assert room == twin.Room(
+                    actual.remaining_requests,
+                    actual.remaining_tokens,
+                    actual.reset_requests_ms,
+                    actual.reset_tokens_ms,
+                )
+            case twin.Refused(limit, wait_ms):
+                assert isinstance(actual, LimitExceeded)
+                assert actual.retry_after_ms == wait_ms
+                assert {"requests_per_minute": "requests a", "tokens_per_minute": "tokens a"}.get(
+                    limit.value, "at once"
+                ) in actual.message
+            case twin.Ended():
+                assert isinstance(actual, Conflict)
+
+    def _admit(self, request_id: RequestId, tokens: int) -> Admitted | LimitExceeded | Conflict:
+        try:
+            return self.run(
+                self.admission.admit(CALLER, request_id, self.limits, input_tokens=0, reserve_tokens=tokens)
+            )
+        except (LimitExceeded, Conflict) as error:
+            return error
+
+    @rule(request_id=REQUESTS, used=st.integers(0, 150))
+    def settle(self, request_id: RequestId, used: int) -> None:
+        """Also of requests that are not there."""
+        self.use = twin.settle(self.use, request_id, used, self.clock.now_ms())
+        self.run(self.admission.settle(held(request_id), used_tokens=used))
+
+    @rule(request_id=REQUESTS)
+    def withdraw(self, request_id: RequestId) -> None:
+        """Also before the admission."""
+        self.use = twin.withdraw(self.use, request_id, self.clock.now_ms())
+        self.run(self.admission.withdraw(ACME, request_id))
+
+    @rule(requests=st.lists(REQUESTS, unique=True, max_size=6))
+    def renew(self, requests: list[RequestId]) -> None:
+        """Many at once."""
+        for request_id in requests:
+            self.use = twin.renew(self.use, request_id, self.clock.now_ms())
+        self.run(self.admission.renew([held(request_id) for request_id in requests]))
+
+    @invariant()
+    def same_state(self) -> None:
+        """Meters and running leases are equal, to the point."""
+        meters, leases = self.run(self._stored())
+        now_ms = self.clock.now_ms()
+        assert meters == (self.use.requests.points, self.use.tokens.points)
+        assert leases == {name: end for name, end in self.use.leases.items() if end > now_ms}
+
+    async def _stored(self) -> tuple[tuple[int, int], dict[str, int]]:
+        redis: Any = self.redis
+        points = await redis.hmget(redis_names.meters(ACME), ["requests", "tokens"])
+        leases = await redis.zrange(redis_names.concurrency_leases(ACME), 0, -1, withscores=True)
+        now_ms = self.clock.now_ms()
+        return (
+            (int(points[0] or 0), int(points[1] or 0)),
+            {name.decode(): int(end) for name, end in leases if end > now_ms},
+        )
+
+
+def held(request_id: RequestId) -> Admitted:
+    """What settle and renew need of an admission."""
+    return Admitted(request_id, ACME, 0, None, None, 0, 0)
+
+
+@pytest.mark.timeout(300)
+def test_the_scripts_and_the_twin_decide_alike(redis_url: str) -> None:
+    """Invariants 13 and 15, B09, B10, B12: on a real store, after every step, over sequences of calls and waits."""
+    LimitsMachine.url = redis_url
+    run_state_machine_as_test(
+        LimitsMachine,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
