@@ -74,7 +74,7 @@ class PipeReport:
             try:
                 self._file.write(msgspec.json.encode(line) + b"\n")
             except BrokenPipeError:
-                self._file.close()
+                self.close()
 
     def part(self, event: PartEvent) -> None:
         """A part changed."""
@@ -92,6 +92,10 @@ class PipeReport:
     def ready(self, summary: Summary) -> None:
         """Everything works; the reader leaves."""
         self.send(ReportLine(ready=summary))
+        self.close()
+
+    def close(self) -> None:
+        """Let the reader see the end. Idempotent."""
         self._file.close()
 
 
