@@ -67,8 +67,8 @@ class Stream:
         self._client.stop_stream(cancel_requests=True)
 
     def close(self) -> None:
-        """End the stream and the connection."""
-        self._client.stop_stream()
+        """End the stream, whether or not it has come to its end, and the connection."""
+        self._client.stop_stream(cancel_requests=True)
         self._client.close()
 
 
