@@ -84,7 +84,7 @@ class LoaderProcess:
     def stub(self) -> "loading_pb2_grpc.LoaderAsyncStub":
         """The loader's service."""
         assert self.channel is not None
-        return loading_pb2_grpc.LoaderStub(self.channel)  # type: ignore[return-value]
+        return loading_pb2_grpc.LoaderStub(self.channel)
 
     async def start(self) -> None:
         """Start and wait until the node is healthy."""

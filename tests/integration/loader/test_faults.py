@@ -11,11 +11,15 @@ import pytest
 from nats.aio.client import Client
 from nats.js.errors import Error as JetStreamError
 
+from roundhouse.catalogue.records import Model
 from roundhouse.event_bus import NatsBus
 from roundhouse.subjects import NODES_BUCKET
 from roundhouse.wire.v1 import events_pb2, loading_pb2, vocabulary_pb2
+from services.loader.adapters.triton_control import TritonControl
+from services.loader.domain.versions import ModelVersion, triton_model_name
+from services.loader.ports import TritonState
 from tests.builders.checkpoints import knob_model
-from tests.infra import FaultyServer, TritonServer
+from tests.infra import FaultyServer, ProgramServer, TritonServer
 from tests.integration.loader.loader_process import (
     READY,
     LoaderProcess,
@@ -178,9 +182,7 @@ async def test_a_restarted_loader_adopts_what_triton_has(loader: LoaderProcess, 
         assert device(state) == (100, 0)
         assert (await loader.load(kept))[-1].state == READY
         assert loads_counted(marker) == 1
-        names = set((loader.triton.model_repository).iterdir())
-        await asyncio.sleep(1.5)
-        assert {path.name.split("--")[0] for path in names} >= {"kept"}
+        assert await ready_in_triton(loader.triton, within_s=3) == {triton_name(kept)}
 
 
 async def test_a_draining_loader_says_so_and_leaves_triton_alone(
@@ -221,6 +223,7 @@ async def test_the_bucket_comes_back_after_nats_lost_it(
     await put_catalogue(redis_url, [model_record("m", knob_model(tmp_path / "m"))])
     async with loader:
         assert (await kept_state(nats_server.url)).node_id == "n1"
+        assert isinstance(nats_server, ProgramServer)
         nats_server.kill()
         for leftover in sorted(nats_server.data.rglob("*"), reverse=True):
             leftover.rmdir() if leftover.is_dir() else leftover.unlink()
@@ -251,6 +254,26 @@ async def test_loads_and_unloads_are_audited(
         ("load", "two", "demand"),
     ]
     assert events[1].details["made_room_for"] == f"two@{two.digest}"
+
+
+def triton_name(model: Model) -> str:
+    """The name of a record's version in Triton."""
+    return triton_model_name(ModelVersion(model.name, model.digest))
+
+
+async def ready_in_triton(triton: TritonServer, *, within_s: float) -> set[str]:
+    """What Triton has, as soon as it has only one model."""
+    control = TritonControl(triton.grpc_address, triton.model_repository)
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                index = await control.index(timeout_ms=1_000)
+                ready = {name for name, state in index.items() if state is not TritonState.UNAVAILABLE}
+                if len(ready) == 1:
+                    return ready
+                await asyncio.sleep(0.05)
+    finally:
+        await control.close()
 
 
 async def kept_state(url: str) -> loading_pb2.NodeState:

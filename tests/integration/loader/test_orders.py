@@ -7,13 +7,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from roundhouse.catalogue.records import Model
+from roundhouse.catalogue.records import Engine, Model
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from tests.builders.checkpoints import knob_model, random_checkpoint, turn_knobs
 from tests.infra import TritonServer
 from tests.integration.loader.loader_process import (
     READY,
-    Engine,
     LoaderProcess,
     count_loads,
     device,
