@@ -1,0 +1,152 @@
+"""Puts one scheduler replica together. Any number run at once over one Redis; there is no leader.
+
+Order of start: the catalogue and the nodes' last words first, then the loops, then the subscriptions, so that the first
+submit meets a replica that can judge it. At the end it stops taking messages; grants and refusals that it has not
+delivered are in the store, and the other replicas deliver them.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from roundhouse.catalogue.store import CatalogueReader
+from roundhouse.clock import Clock, SystemClock
+from roundhouse.event_bus import EventBus, connect_bus
+from roundhouse.lifecycle import Application, Lifecycle
+from roundhouse.ops_server import Readiness, serve_ops
+from roundhouse.redis_edge import open_redis
+from services.scheduler.adapters.bus_edge import BusGatewayLink, BusHandlers, BusUsageOutlet
+from services.scheduler.adapters.grpc_loaders import GrpcLoaderFleet
+from services.scheduler.adapters.metrics import PrometheusInstruments
+from services.scheduler.adapters.node_bucket import stored_states
+from services.scheduler.adapters.redis_store import RedisSchedulingStore
+from services.scheduler.domain.placement import ResidencyPolicy
+from services.scheduler.domain.service import Policy
+from services.scheduler.operations.completion import Completion
+from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.nodes import NodeRegistry
+from services.scheduler.operations.pools import Pools
+from services.scheduler.operations.residency import Residency
+from services.scheduler.operations.submit import Submission
+from services.scheduler.operations.upkeep import Upkeep
+from services.scheduler.ports import CatalogueSource, Instruments, LoaderFleet, SchedulingStore
+from services.scheduler.settings import SchedulerSettings
+
+CONDITIONS_MS = 1_000
+
+
+def application(settings: SchedulerSettings) -> Application:
+    """One replica. Starting raises Unavailable (NATS, port); a Redis that is away only makes it unready."""
+
+    @asynccontextmanager
+    async def run(lifecycle: Lifecycle) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            bus = await connect_bus(settings.nats_url, name=f"scheduler-{settings.instance_id}")
+            stack.push_async_callback(bus.close)
+            redis = open_redis(settings.redis_url)
+            stack.push_async_callback(redis.aclose)
+            loaders = GrpcLoaderFleet()
+            stack.push_async_callback(loaders.close)
+            catalogue = CatalogueReader(redis, bus)
+            await catalogue.start(lifecycle)
+            store = RedisSchedulingStore(redis, fairness(settings))
+            replica = Replica(settings, Parts(bus, store, catalogue, loaders, SystemClock(), PrometheusInstruments()))
+            for state in await stored_states(bus):
+                replica.nodes.seed(state)
+            await stack.enter_async_context(replica.running(lifecycle))
+            readiness = Readiness("nats", "redis", "catalogue", "nodes")
+            lifecycle.every(CONDITIONS_MS, _conditions(readiness, bus, redis, catalogue, replica.nodes), "conditions")
+            await stack.enter_async_context(serve_ops(readiness, settings.bind_host, settings.ops_port))
+            yield
+
+    return run
+
+
+def fairness(settings: SchedulerSettings) -> Policy:
+    """The queue's policy of these settings."""
+    return Policy(lease_ms=round(settings.lease_seconds * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a replica is made of; tests pass fakes."""
+
+    bus: EventBus
+    store: SchedulingStore
+    catalogue: CatalogueSource
+    loaders: LoaderFleet
+    clock: Clock
+    instruments: Instruments
+
+
+class Replica:
+    """One scheduler over the given parts."""
+
+    def __init__(self, settings: SchedulerSettings, parts: Parts) -> None:
+        store, clock, instruments = parts.store, parts.clock, parts.instruments
+        self.nodes = NodeRegistry(clock)
+        pools = Pools(store, self.nodes, parts.catalogue, clock)
+        self._dispatcher = Dispatcher(
+            store,
+            pools,
+            BusGatewayLink(parts.bus),
+            BusUsageOutlet(parts.bus),
+            clock,
+            instruments,
+            cluster=settings.cluster,
+            lease_ms=fairness(settings).lease_ms,
+        )
+        self._residency = Residency(
+            store,
+            pools,
+            parts.loaders,
+            self._dispatcher,
+            clock,
+            instruments,
+            owner=settings.instance_id,
+            policy=ResidencyPolicy(quantum_ms=round(settings.rotation_seconds * 1000)),
+            load_deadline_ms=round(settings.load_deadline_seconds * 1000),
+        )
+        self._upkeep = Upkeep(store, pools, self._dispatcher, self._residency, clock, instruments)
+        self._dispatcher.on_cold = self._upkeep.hurry
+        self.nodes.listen(self._dispatcher.wake)
+        submission = Submission(store, pools, self._dispatcher, clock, instruments)
+        completion = Completion(store, self._dispatcher, clock, instruments)
+        self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes)
+
+    @asynccontextmanager
+    async def running(self, lifecycle: Lifecycle) -> AsyncIterator[None]:
+        """Take work while the context is open."""
+        lifecycle.spawn(self._dispatcher.run(), "dispatch")
+        lifecycle.spawn(self._upkeep.run(), "upkeep")
+        subscriptions = await self._handlers.subscribe()
+        try:
+            yield
+        finally:
+            for subscription in subscriptions:
+                await subscription.stop()
+            await self._residency.stop()
+
+
+def _conditions(
+    readiness: Readiness, bus: EventBus, redis: Redis, catalogue: CatalogueReader, nodes: NodeRegistry
+) -> Callable[[], Any]:
+    async def turn() -> None:
+        readiness.set("nats", reason=None if bus.connected else "not connected")
+        readiness.set("redis", reason=await _redis_fault(redis))
+        readiness.set("catalogue", reason=catalogue.not_ready_reason)
+        readiness.set("nodes", reason=None if nodes.any_healthy else "no healthy node was heard of")
+
+    return turn
+
+
+async def _redis_fault(redis: Redis) -> str | None:
+    try:
+        await cast("Any", redis.ping())
+    except (RedisError, OSError, TimeoutError) as error:
+        return f"no answer: {type(error).__name__}"
+    return None

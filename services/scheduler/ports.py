@@ -144,3 +144,27 @@ class UsageOutlet(Protocol):
     async def publish(self, event: usage_pb2.UsageEvent) -> None:
         """Hand an event to the stream; returns once it is stored. Raises Unavailable. Idempotent by event id."""
         ...
+
+
+class Instruments(Protocol):
+    """What is counted. Labels come from the catalogue and from closed lists (invariant 17)."""
+
+    def refused(self, pool: PoolName, reason: str) -> None:
+        """A submit or a queued request was refused."""
+        ...
+
+    def granted(self, pool: PoolName, ticket: Ticket) -> None:
+        """A request got its slot."""
+        ...
+
+    def ended(self, pool: PoolName, outcome: str) -> None:
+        """An attempt ended."""
+        ...
+
+    def load_ended(self, pool: PoolName, model: str, outcome: str) -> None:
+        """A load that this replica asked for ended: "ready", "no_room" or "failed"."""
+        ...
+
+    def observed(self, pool: PoolName, state: PoolState) -> None:
+        """The queues as just read."""
+        ...

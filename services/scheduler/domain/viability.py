@@ -1,0 +1,62 @@
+"""Whether a version can run in a pool at all: what a submit asks before anything is queued, evicted or loaded.
+
+Pure. What it refuses costs nothing: no eviction, no byte staged (cases B13 and B22).
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+
+from services.scheduler.domain.nodes import ARRIVING, Residence, VersionSpec
+from services.scheduler.domain.placement import PoolView, retry_at_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Viable:
+    """The version can run: on `slots` slots now, or (0 = cold) after a load."""
+
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class TooBig:
+    """No node of the pool could ever hold it."""
+
+    largest_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoNode:
+    """No node of the pool is healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackingOff:
+    """Its load failed everywhere it could run; the next try is at `retry_at_ms`."""
+
+    retry_at_ms: int
+    tries: int  # on the node that is tried next
+    cause: str
+
+
+Viability = Viable | TooBig | NoNode | BackingOff
+
+
+def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
+    """Whether a version can run in a pool, now or after a load. Evicts and loads nothing (cases B13, B22)."""
+    largest = max((node.device_capacity for node in view.nodes), default=0)
+    if view.nodes and spec.device_bytes > largest:
+        return TooBig(largest)
+    healthy = [node for node in view.nodes if node.healthy and node.device_capacity >= spec.device_bytes]
+    if not healthy:
+        return NoNode()
+    here = [each for each in (node.find(spec.version) for node in healthy) if each is not None]
+    slots = sum(each.slots for each in here if each.residence is Residence.READY)
+    if slots or any(each.residence in ARRIVING for each in here):
+        return Viable(slots)
+    first = min(healthy, key=lambda node: (retry_at_ms(view.state, node, spec.version), node.node_id))
+    again_ms = retry_at_ms(view.state, first, spec.version)
+    failure, found = view.state.failures.get((spec.version, first.node_id)), first.find(spec.version)
+    if again_ms <= now_ms or (failure is not None and not failure.tries):
+        return Viable(0)
+    causes = chain([failure.cause] if failure else [], [found.reason] if found else [])
+    return BackingOff(again_ms, failure.tries if failure else 1, next((each for each in causes if each), "unknown"))

@@ -1,0 +1,65 @@
+"""The end of attempts, and the pulse of running ones: `work.finished`, `work.cancel`, `work.heartbeat`.
+
+All idempotent: a message may come twice, late, or to another replica than the one that granted.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from roundhouse.clock import Clock
+from roundhouse.vocabulary import Outcome, PoolName
+from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.scheduler.domain.records import Ending, Progress, Settled, Tokens, attempt_id
+from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.pools import DEFAULT_POOL
+from services.scheduler.ports import Instruments, SchedulingStore
+
+
+class Completion:
+    """Takes what gateways report."""
+
+    def __init__(self, store: SchedulingStore, dispatcher: Dispatcher, clock: Clock, instruments: Instruments) -> None:
+        self._store = store
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._instruments = instruments
+
+    async def finished(self, reports: Iterable[wire.Finished]) -> None:
+        """Settle attempts and free their slots. Raises Unavailable; the next heartbeats repeat the reports."""
+        by_pool: dict[PoolName, list[Ending]] = defaultdict(list)
+        for report in reports:
+            by_pool[_pool(report.pool)].append(_ending(report))
+        for pool, endings in by_pool.items():
+            answers = await self._store.finish(pool, endings, self._clock.now_ms())
+            for ending, answer in zip(endings, answers, strict=True):
+                if isinstance(answer, Settled):
+                    self._instruments.ended(pool, ending.outcome)
+                    self._dispatcher.wake(pool, answer.version)
+
+    async def cancelled(self, cancel: wire.Cancel) -> None:
+        """Take a request out of its queue; one that runs ends by its own report. Raises Unavailable."""
+        attempt = attempt_id(cancel.request_id, cancel.attempt)
+        await self._store.cancel(_pool(cancel.pool), attempt, self._clock.now_ms())
+
+    async def heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        """Renew the leases of one gateway and settle what it reports again. Raises Unavailable."""
+        by_pool: dict[PoolName, list[Progress]] = defaultdict(list)
+        for lease in heartbeat.leases:
+            used = Tokens(lease.input_tokens, lease.cached_tokens, lease.output_tokens)
+            by_pool[_pool(lease.pool)].append(Progress(attempt_id(lease.request_id, lease.attempt), used))
+        for pool, leases in by_pool.items():
+            await self._store.renew(pool, leases, self._clock.now_ms())
+        await self.finished(heartbeat.finished)
+
+
+def _pool(name: str) -> PoolName:
+    return PoolName(name) if name else DEFAULT_POOL
+
+
+def _ending(report: wire.Finished) -> Ending:
+    return Ending(
+        attempt_id(report.request_id, report.attempt),
+        Outcome.from_wire(report.outcome),
+        Tokens(report.input_tokens, report.cached_tokens, report.output_tokens),
+        report.run_ms,
+    )

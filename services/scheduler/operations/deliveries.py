@@ -1,0 +1,94 @@
+"""Messages to gateways and to metering, made from tickets alone, so any replica can make the same one again."""
+
+from google.protobuf.message import DecodeError
+
+from roundhouse.catalogue.records import Catalogue
+from roundhouse.vocabulary import AdapterName, Outcome
+from roundhouse.wire.v1 import scheduling_pb2 as wire
+from roundhouse.wire.v1 import usage_pb2
+from services.scheduler.domain.records import RefusalReason, Standing, Ticket
+from services.scheduler.operations import places
+
+EMITTER = "scheduler"
+USAGE_TYPE = "roundhouse.usage.v1"
+ABANDONED_STATUS = 502  # what the client of a vanished gateway saw, if anything
+
+_REASONS = {
+    RefusalReason.DEADLINE: wire.Refused.REASON_DEADLINE,
+    RefusalReason.UNAVAILABLE: wire.Refused.REASON_UNAVAILABLE,
+    RefusalReason.NEVER_FITS: wire.Refused.REASON_NEVER_FITS,
+}
+_TEXTS = {RefusalReason.DEADLINE: "its deadline passed in the queue"}
+
+
+def request_of(ticket: Ticket) -> wire.SubmitRequest:
+    """The request as submitted. Raises ValueError if the payload is none of ours."""
+    try:
+        return wire.SubmitRequest.FromString(ticket.payload)
+    except DecodeError as error:
+        raise ValueError(f"the payload of {ticket.attempt} cannot be read") from error
+
+
+def delivery(ticket: Ticket, catalogue: Catalogue) -> wire.GrantDelivery:
+    """The grant or the rejection of a ticket."""
+    request = request_of(ticket)
+    if ticket.standing is Standing.GRANTED:
+        return wire.GrantDelivery(grant=_grant(ticket, request, catalogue))
+    reason = RefusalReason(ticket.reason)
+    refused = wire.Refused(reason=_REASONS[reason], message=ticket.message or _TEXTS.get(reason, ""))
+    return wire.GrantDelivery(
+        rejection=wire.Rejection(request_id=request.request_id, attempt=request.attempt, refused=refused)
+    )
+
+
+def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) -> wire.Grant:
+    adapter = catalogue.adapters.get(AdapterName(request.adapter)) if request.adapter else None
+    waits = places.waits(ticket)
+    return wire.Grant(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        lease_id=ticket.attempt,
+        lease_expires_unix_ms=ticket.lease_expires_ms,
+        placements=[places.placement(ticket)],
+        queue_ms=waits.queue_ms,
+        stage_ms=waits.stage_ms,
+        load_ms=waits.load_ms,
+        adapter_path=adapter.source_path if adapter else "",
+    )
+
+
+def usage_event(ticket: Ticket, cluster: str, lease_ms: int) -> usage_pb2.UsageEvent:
+    """The usage of an attempt whose gateway vanished, as of its last heartbeat."""
+    request, waits = request_of(ticket), places.waits(ticket)
+    renewed_ms = ticket.lease_expires_ms - lease_ms
+    data = usage_pb2.UsageData(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        key_id=request.key_id,
+        model=request.model,
+        model_digest=request.model_digest,
+        adapter=request.adapter,
+        adapter_digest=request.adapter_digest,
+        priority_class=request.priority_class,
+        outcome=Outcome.ABANDONED.to_wire(),
+        status=ABANDONED_STATUS,
+        input_tokens=ticket.used.input,
+        cached_tokens=ticket.used.cached,
+        output_tokens=ticket.used.output,
+        counted_by=usage_pb2.TOKEN_SOURCE_HEARTBEAT,
+        queue_ms=waits.queue_ms,
+        stage_ms=waits.stage_ms,
+        load_ms=waits.load_ms,
+        total_ms=max(0, ticket.ended_ms - ticket.enqueued_ms),
+        run_ms=max(0, renewed_ms - ticket.granted_ms),
+        node_id=places.placement(ticket).node_id,
+        emitter=EMITTER,
+    )
+    return usage_pb2.UsageEvent(
+        id=ticket.attempt,
+        source=cluster,
+        type=USAGE_TYPE,
+        subject=request.tenant_id,
+        time_unix_ms=ticket.ended_ms,
+        data=data,
+    )

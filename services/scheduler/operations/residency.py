@@ -1,0 +1,274 @@
+"""Carry out placement: close instances, claim loads, ask loaders, and say what became of it.
+
+`consider` takes a snapshot, plans and acts; it never waits for a load. Each load runs in a task of its own and keeps
+its claim and drain marks alive until the node has said what is loaded now: only then may another plan count on that
+memory.
+A load that fails is tried again after a pause; after `LOAD_TRIES` everything that waits for it is refused with the
+cause, and what could not live to see the next try is refused at once (case B18).
+"""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass
+
+import structlog
+
+from roundhouse.clock import Clock
+from roundhouse.errors import CapacityExhausted, Conflict, InvalidInput, RoundhouseError, Unavailable
+from roundhouse.vocabulary import NodeId, PoolName
+from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
+from services.scheduler.domain.nodes import Residence
+from services.scheduler.domain.placement import Load, PoolView, ResidencyPolicy, Rotate, plan
+from services.scheduler.domain.records import (
+    Draining,
+    InstanceKey,
+    LoadClaim,
+    LoadFailure,
+    PoolState,
+    RefusalReason,
+    VersionKey,
+    digest_of,
+    model_of,
+)
+from services.scheduler.domain.residency import Claimed, ClaimOrder, DrainOrder
+from services.scheduler.domain.viability import BackingOff, viability
+from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.pools import Pools
+from services.scheduler.ports import Instruments, LoaderFleet, SchedulingStore
+
+log = structlog.get_logger(__name__)
+
+HOLD_MS = 15_000  # claims and drain marks of a crashed replica end after this
+RENEW_MS = 5_000
+LOAD_TRIES = 3  # as ModelMesh; then the waiting requests are told
+NO_ROOM_RETRY_MS = 500  # the node's memory was not what its last state said; the next state comes within a second
+FIRST_RETRY_MS = 1_000
+LONGEST_RETRY_MS = 60_000
+RETRY_MARGIN_MS = 100  # after the loader's own pause, so that a try does not meet its end
+FRESH_STATE_MS = 2_000  # how long to wait for the node's next state after a load: two of its periods
+PLANS_MAX = 16  # plans one turn may act on: that many cold models begin to load at once
+NEVER_MS = 2**52  # later than any deadline
+
+
+@dataclass(slots=True)
+class _Running:
+    load: Load
+    renewed_ms: int
+    task: asyncio.Task[None] | None = None
+
+
+class Residency:
+    """The placement of one process, for all pools. `owner` names this process in claims."""
+
+    def __init__(
+        self,
+        store: SchedulingStore,
+        pools: Pools,
+        loaders: LoaderFleet,
+        dispatcher: Dispatcher,
+        clock: Clock,
+        instruments: Instruments,
+        *,
+        owner: str,
+        policy: ResidencyPolicy,
+        load_deadline_ms: int,
+    ) -> None:
+        self._store = store
+        self._pools = pools
+        self._loaders = loaders
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._instruments = instruments
+        self._owner = owner
+        self._policy = policy
+        self._load_deadline_ms = load_deadline_ms
+        self._running: dict[tuple[PoolName, VersionKey], _Running] = {}
+        self._one_at_a_time: dict[PoolName, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def consider(self, pool: PoolName) -> None:
+        """Plan and act until nothing more can be begun now. Raises Unavailable; what was begun ends by itself."""
+        async with self._one_at_a_time[pool]:
+            await self._renew(pool)
+            for _ in range(PLANS_MAX):
+                if not await self._consider_once(pool):
+                    return
+
+    async def _consider_once(self, pool: PoolName) -> bool:
+        """One plan; whether it changed what the next one would be. A claim is only good for the plan it is from."""
+        view = await self._pools.refresh(pool)
+        self._instruments.observed(pool, view.state)
+        now_ms = self._clock.now_ms()
+        decided = plan(view, self._policy, now_ms)
+        await self._refuse_hopeless(pool, view)
+        for reopened in decided.reopen:
+            await self._store.clear_drain(pool, reopened.instance, now_ms)
+        for rotation in decided.rotations:
+            await self._rotate(pool, rotation)
+        if decided.reopen:
+            self._dispatcher.wake(pool)
+            return True
+        for deferred in decided.deferred:
+            log.debug("demand_deferred", pool=pool, model=model_of(deferred.version), reason=deferred.reason)
+        return bool(decided.loads) and not decided.rotations and await self._begin(pool, decided.loads[0], view.state)
+
+    async def stop(self) -> None:
+        """Stop following loads; they go on at their loaders, and other replicas see what becomes of them."""
+        tasks = [each.task for each in self._running.values() if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _rotate(self, pool: PoolName, rotation: Rotate) -> None:
+        await self._drain(pool, rotation.victim.instance, rotation.victim.version, rotation.purpose, rotate=True)
+
+    async def _drain(
+        self, pool: PoolName, instance: InstanceKey, version: VersionKey, purpose: VersionKey, *, rotate: bool
+    ) -> bool:
+        now_ms = self._clock.now_ms()
+        order = DrainOrder(instance, version, purpose, now_ms + HOLD_MS, rotate)
+        answer = await self._store.begin_drain(pool, order, now_ms)
+        return isinstance(answer, Draining) and (rotate or answer.in_use == 0)
+
+    async def _begin(self, pool: PoolName, load: Load, state: PoolState) -> bool:
+        """Claim the load and close its victims; then follow it. Gives all back if a victim is used again: False."""
+        now_ms = self._clock.now_ms()
+        claim = LoadClaim(load.node_id, self._owner, now_ms + HOLD_MS, load.bytes)
+        order = ClaimOrder(load.version, claim, state.revision)
+        if not isinstance(await self._store.claim_load(pool, order, now_ms), Claimed):
+            return False
+        closed = [
+            await self._drain(pool, victim.instance, victim.version, load.version, rotate=False)
+            for victim in load.victims
+        ]
+        if not all(closed):
+            before = state.failures.get((load.version, load.node_id))
+            await self._give_back(pool, load)
+            await self._store.release_load(pool, load.version, load.node_id, self._owner, before, now_ms)
+            return False
+        running = _Running(load, now_ms)
+        self._running[(pool, load.version)] = running
+        running.task = asyncio.create_task(self._follow(pool, load), name="load")
+        return True
+
+    async def _give_back(self, pool: PoolName, load: Load) -> None:
+        for victim in load.victims:
+            await self._store.clear_drain(pool, victim.instance, self._clock.now_ms())
+
+    async def _renew(self, pool: PoolName) -> None:
+        now_ms = self._clock.now_ms()
+        for (of, version), running in list(self._running.items()):
+            if of != pool or now_ms - running.renewed_ms < RENEW_MS:
+                continue
+            running.renewed_ms = now_ms
+            await self._store.renew_load(pool, version, self._owner, now_ms + HOLD_MS, now_ms)
+            for victim in running.load.victims:
+                await self._drain(pool, victim.instance, victim.version, version, rotate=False)
+
+    async def _follow(self, pool: PoolName, load: Load) -> None:
+        """One load from claim to release. Cancelled: the claim ends by itself, the load goes on at its loader."""
+        failure: RoundhouseError | None = None
+        try:
+            await self._ensure_loaded(load)
+        except RoundhouseError as error:
+            failure = error
+        ended_ms = self._clock.now_ms()
+        log.info(
+            "load_ended", model=model_of(load.version), node=load.node_id, error=failure.message if failure else ""
+        )
+        self._instruments.load_ended(pool, model_of(load.version), _outcome(failure))
+        await self._await_fresh_state(load.node_id, ended_ms)
+        try:
+            await self._give_back(pool, load)
+            note = self._failure_note(pool, load, failure) if failure else None
+            await self._store.release_load(pool, load.version, load.node_id, self._owner, note, self._clock.now_ms())
+        except Unavailable as error:
+            log.warning("load_release_failed", model=model_of(load.version), error=error.message)
+        finally:
+            self._running.pop((pool, load.version), None)
+        self._dispatcher.wake(pool)
+
+    async def _ensure_loaded(self, load: Load) -> None:
+        state = self._pools.nodes.state(load.node_id)
+        if state is None:
+            raise Unavailable(f"node {load.node_id} has gone")
+        request = loading_pb2.EnsureLoadedRequest(
+            version=_wire_version(load.version),
+            generation=self._clock.now_ms(),  # later commands win, also after the store lost its memory
+            unload_first=[_wire_version(victim.version) for victim in load.victims],
+            deadline_ms=self._load_deadline_ms,
+            reason=load.reason,
+        )
+        log.info(
+            "load_begun",
+            model=model_of(load.version),
+            node=load.node_id,
+            victims=[model_of(victim.version) for victim in load.victims],
+            reason=load.reason,
+        )
+        async for progress in self._loaders.ensure_loaded(state.loader_address, request):
+            if progress.state == vocabulary_pb2.INSTANCE_STATE_READY:
+                return
+        raise Unavailable("the loader ended its answer before the model was ready")
+
+    async def _await_fresh_state(self, node_id: NodeId, since_ms: int) -> None:
+        """Wait until the node's own word is newer than the end of the load, at most `FRESH_STATE_MS`."""
+        for _ in range(FRESH_STATE_MS // 50):
+            if self._pools.nodes.heard_since(node_id, since_ms):
+                return
+            await self._clock.sleep_ms(50)
+
+    def _failure_note(self, pool: PoolName, load: Load, error: RoundhouseError) -> LoadFailure:
+        now_ms = self._clock.now_ms()
+        view = self._pools.view(pool)
+        before = view.state.failures.get((load.version, load.node_id))
+        tries = before.tries if before else 0
+        match error:
+            case CapacityExhausted() | Conflict():
+                return LoadFailure(now_ms + NO_ROOM_RETRY_MS, tries, error.message)
+            case InvalidInput():  # FAILED_PRECONDITION: it can never fit that node
+                return LoadFailure(now_ms + LONGEST_RETRY_MS, LOAD_TRIES, error.message)
+            case _:
+                tries += 1
+                pause_ms = min(LONGEST_RETRY_MS, FIRST_RETRY_MS << min(tries - 1, 16))
+                said_ms = _said_retry_ms(view, load)
+                return LoadFailure(max(now_ms + pause_ms, said_ms + RETRY_MARGIN_MS), tries, error.message)
+
+    async def _refuse_hopeless(self, pool: PoolName, view: PoolView) -> None:
+        """Refuse what waits for a model that fails to load: all after `LOAD_TRIES`, else what ends before the next."""
+        now_ms = self._clock.now_ms()
+        for version in {depth.version for depth in view.state.depths}:
+            spec = view.specs.get(version)
+            if spec is None or _is_claimed(view.state, version, now_ms):
+                continue
+            answer = viability(view, spec, now_ms)
+            if not isinstance(answer, BackingOff):
+                continue
+            before_ms = NEVER_MS if answer.tries >= LOAD_TRIES else answer.retry_at_ms
+            message = f"the model failed to load: {answer.cause}"
+            refused = await self._store.refuse(pool, version, before_ms, RefusalReason.UNAVAILABLE, message, now_ms)
+            self._dispatcher.deliver(pool, refused)
+
+
+def _wire_version(version: VersionKey) -> vocabulary_pb2.ModelVersion:
+    return vocabulary_pb2.ModelVersion(model=model_of(version), digest=digest_of(version))
+
+
+def _is_claimed(state: PoolState, version: VersionKey, now_ms: int) -> bool:
+    claim = state.loads.get(version)
+    return claim is not None and claim.until_ms > now_ms
+
+
+def _said_retry_ms(view: PoolView, load: Load) -> int:
+    node = next((each for each in view.nodes if each.node_id == load.node_id), None)
+    found = node.find(load.version) if node else None
+    return found.retry_at_ms if found is not None and found.residence is Residence.FAILED else 0
+
+
+def _outcome(failure: RoundhouseError | None) -> str:
+    match failure:
+        case None:
+            return "ready"
+        case CapacityExhausted() | Conflict():
+            return "no_room"
+        case _:
+            return "failed"

@@ -1,0 +1,150 @@
+"""Accept or refuse a request: at once, truly, and without spending anything on what can never run.
+
+Refusals change no queue and cause no load or eviction (invariant 15, cases B13 and B22).
+"""
+
+from roundhouse.catalogue.records import Catalogue, Model, Tenant
+from roundhouse.clock import Clock
+from roundhouse.errors import Unavailable
+from roundhouse.vocabulary import ModelName, PoolName, PriorityClass, TenantId
+from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.scheduler.domain.nodes import Residence, VersionSpec
+from services.scheduler.domain.placement import PoolView
+from services.scheduler.domain.records import (
+    Known,
+    Queued,
+    QueueEntry,
+    QueueFull,
+    Room,
+    Standing,
+    TooLate,
+    VersionKey,
+    attempt_id,
+    version_key,
+)
+from services.scheduler.domain.viability import BackingOff, NoNode, TooBig, Viable, viability
+from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.pools import DEFAULT_POOL, Pools
+from services.scheduler.ports import Instruments, SchedulingStore
+
+DISK_BYTES_PER_MS = 2_000_000  # 2 GB/s from NVMe (ARCHITECTURE.md, "The problem"): a load nobody has seen yet
+RETRY_SOON_MS = 1_000  # a guess: catalogue and node states arrive within a second
+
+
+class Submission:
+    """Answers `work.submit`. Idempotent by attempt."""
+
+    def __init__(
+        self, store: SchedulingStore, pools: Pools, dispatcher: Dispatcher, clock: Clock, instruments: Instruments
+    ) -> None:
+        self._store = store
+        self._pools = pools
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._instruments = instruments
+
+    async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
+        """Queue a request or say why not. Never raises for a store that is away: that is a refusal too."""
+        reply = await self._decide(request)
+        if reply.WhichOneof("result") == "refused":
+            self._instruments.refused(_pool(request), wire.Refused.Reason.Name(reply.refused.reason))
+        return reply
+
+    async def _decide(self, request: wire.SubmitRequest) -> wire.SubmitReply:
+        catalogue, pool = self._pools.catalogue.current, _pool(request)
+        view, version = self._pools.view(pool), version_key(request.model, request.model_digest)
+        model = catalogue.models.get(ModelName(request.model))
+        if model is None or not _is_served(model, request, view, version):
+            return _refused(wire.Refused.REASON_MODEL_UNKNOWN, "this version of the model is not known", RETRY_SOON_MS)
+        impossible = _never_fits(model, request)
+        if impossible:
+            return _refused(wire.Refused.REASON_NEVER_FITS, impossible)
+        spec = VersionSpec(version, model.device_bytes)
+        match viability(view, spec, self._clock.now_ms()):
+            case TooBig():
+                return _refused(wire.Refused.REASON_NEVER_FITS, "the model is larger than any node of its pool")
+            case NoNode():
+                return _refused(wire.Refused.REASON_UNAVAILABLE, "no healthy node serves the model", RETRY_SOON_MS)
+            case BackingOff(retry_at_ms, _, cause):
+                wait_ms = max(1, retry_at_ms - self._clock.now_ms())
+                return _refused(wire.Refused.REASON_UNAVAILABLE, f"the model failed to load: {cause}", wait_ms)
+            case Viable(slots):
+                cold_ms = 0 if slots else _expected_load_ms(view, spec)
+                return await self._enqueue(
+                    request, _entry(request, catalogue), _room(catalogue, request, slots, cold_ms)
+                )
+
+    async def _enqueue(self, request: wire.SubmitRequest, entry: QueueEntry, room: Room) -> wire.SubmitReply:
+        pool = _pool(request)
+        try:
+            answer = await self._store.enqueue(pool, entry, room, self._clock.now_ms())
+        except Unavailable:
+            return _refused(wire.Refused.REASON_UNAVAILABLE, "the queues cannot be reached now", RETRY_SOON_MS)
+        match answer:
+            case Queued(position, wait_ms):
+                self._dispatcher.wake(pool, entry.version)
+                cold = not room.slots
+                return wire.SubmitReply(accepted=wire.Accepted(position=position, estimated_wait_ms=wait_ms, cold=cold))
+            case Known(Standing.ENDED):
+                return _refused(wire.Refused.REASON_UNAVAILABLE, "this attempt has ended")
+            case Known():
+                return wire.SubmitReply(accepted=wire.Accepted())
+            case QueueFull(retry_after_ms):
+                return _refused(wire.Refused.REASON_QUEUE_FULL, "too many requests are queued", retry_after_ms)
+            case TooLate(wait_ms):
+                message = f"it could not start before its deadline: the wait is about {wait_ms} ms"
+                return _refused(wire.Refused.REASON_DEADLINE, message, wait_ms)
+
+
+def _pool(request: wire.SubmitRequest) -> PoolName:
+    return PoolName(request.pool) if request.pool else DEFAULT_POOL
+
+
+def _is_served(model: Model, request: wire.SubmitRequest, view: PoolView, version: VersionKey) -> bool:
+    """Whether the version is the current one, or an older one that is still ready somewhere."""
+    if model.digest == request.model_digest:
+        return True
+    found = (node.find(version) for node in view.nodes)
+    return any(each is not None and each.residence is Residence.READY for each in found)
+
+
+def _never_fits(model: Model, request: wire.SubmitRequest) -> str:
+    """Why the request can never run on the model; empty if it can."""
+    tokens = request.input_tokens + request.max_output_tokens
+    if 0 < model.context_tokens < tokens:
+        return f"prompt and output need {tokens} tokens; the model's context has {model.context_tokens}"
+    if 0 < model.kv_pool_tokens < tokens:
+        return f"prompt and output need {tokens} tokens; an instance can hold {model.kv_pool_tokens}"
+    return ""
+
+
+def _entry(request: wire.SubmitRequest, catalogue: Catalogue) -> QueueEntry:
+    tenant = catalogue.tenants.get(TenantId(request.tenant_id))
+    return QueueEntry(
+        attempt=attempt_id(request.request_id, request.attempt),
+        tenant_id=TenantId(request.tenant_id),
+        version=version_key(request.model, request.model_digest),
+        priority_class=PriorityClass.from_wire(request.priority_class),
+        input_tokens=request.input_tokens,
+        max_output_tokens=request.max_output_tokens,
+        deadline_ms=request.deadline_unix_ms,
+        weight_milli=max(1, round(1000 * tenant.weight)) if tenant else 1000,
+        payload=request.SerializeToString(),
+    )
+
+
+def _room(catalogue: Catalogue, request: wire.SubmitRequest, slots: int, cold_ms: int) -> Room:
+    name = TenantId(request.tenant_id)
+    tenant = catalogue.tenants.get(name) or Tenant(name=name)
+    return Room(tenant.limits.queued_requests, slots, cold_ms)
+
+
+def _expected_load_ms(view: PoolView, spec: VersionSpec) -> int:
+    """What the last load of the version took on any node of the pool; else its bytes at NVMe speed."""
+    found = (node.find(spec.version) for node in view.nodes)
+    took = [each.stage_ms + each.load_ms for each in found if each is not None and each.load_ms]
+    return min(took, default=spec.device_bytes // DISK_BYTES_PER_MS)
+
+
+def _refused(reason: "wire.Refused.Reason.ValueType", message: str, retry_after_ms: int = 0) -> wire.SubmitReply:
+    return wire.SubmitReply(refused=wire.Refused(reason=reason, message=message, retry_after_ms=retry_after_ms))
