@@ -11,9 +11,13 @@ NAMED_TENANTS = ("acme", "globex")
 LIMITS = {
     "requests_per_minute": 600,
     "tokens_per_minute": 200_000,
-    "concurrent_requests": 32,
+    "concurrent_requests": 128,  # a loud tenant of the demo fills its queue instead of being refused
     "queued_requests": 256,
 }
+PRICES = {
+    "base": {"id": "base-1", "input": "0.10", "cached_input": "0.05", "output": "0.40", "currency": "USD"},
+    "fine-tune": {"id": "fine-tune-1", "input": "0.20", "cached_input": "0.10", "output": "0.80", "currency": "USD"},
+}  # per million tokens; made up, so that bills have amounts
 BASE_POOL_TOKENS = 4096
 FINE_TUNE_POOL_TOKENS = 2048
 
@@ -76,6 +80,7 @@ def _model(model: DemoModel) -> dict[str, Any]:
         "slots": model.slots,
         "memory": memory,
         "access": {"tenants": ["*"] if model.tenant is None else [model.tenant]},
+        "price": dict(PRICES["base" if model.tenant is None else "fine-tune"]),
     }
 
 
@@ -85,4 +90,5 @@ def _adapter(adapter: DemoAdapter) -> dict[str, Any]:
         "base": adapter.base,
         "source": {"path": f"adapters/{adapter.name}"},
         "tenant": adapter.tenant,
+        "price": dict(PRICES["fine-tune"]),
     }

@@ -1,0 +1,1 @@
+"""ONNX graphs through onnxruntime, as KServe v2 tensors."""

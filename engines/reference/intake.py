@@ -83,7 +83,7 @@ def parse_details(text: str) -> CallDetails:
     """Parse the `roundhouse` input; raises `InvalidRequest`. Unknown fields are ignored: a gateway may be newer."""
     try:
         raw = json.loads(text) if text else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest("roundhouse", f"not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("roundhouse", "a JSON object is expected")

@@ -65,7 +65,7 @@ def parse_sampling_params(text: str, vocab_size: int) -> SamplingParams:
     """Parse and check the JSON of `sampling_parameters`; raises `InvalidRequest` naming the parameter."""
     try:
         raw = json.loads(text) if text else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest("sampling_parameters", f"not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("sampling_parameters", "a JSON object is expected")

@@ -107,18 +107,20 @@ class StepEngine:
             self._waiting.popleft()
             vocab = self._decoder.config.vocab_size
             running = Running.admit(request, table, self._endings, vocab, submitted_s, self._clock())
+            self._running.append(running)  # first, so that a fault of the import is told to it
             self._import_prefix(running)
-            self._running.append(running)
 
     def _import_prefix(self, running: Running) -> None:
         """Copy what the block store had; always leaves a token to compute."""
         prefix = running.request.prefix
         usable = min(len(prefix.blocks), (len(running.request.prompt) - 1) // BLOCK_TOKENS)
-        for index in range(usable):
-            self._decoder.pool.import_block(running.table, index, prefix.blocks[index])
+        try:
+            for index in range(usable):
+                self._decoder.pool.import_block(running.table, index, prefix.blocks[index])
+        finally:
+            prefix.release()
         running.computed = running.cached_tokens = usable * BLOCK_TOKENS
         running.offered_blocks = usable
-        prefix.release()
 
     def _plan(self) -> list[tuple[Running, Segment]]:
         """One token for each decoding request; the prompts share the chunk budget in order of arrival."""

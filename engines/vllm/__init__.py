@@ -1,0 +1,1 @@
+"""Packaging for Triton's vLLM backend."""

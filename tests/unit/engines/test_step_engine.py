@@ -277,3 +277,33 @@ def test_cancelled_and_refused_requests_release_their_prefix(folder: Path, monke
     with pytest.raises(ContextLengthExceeded):
         salted(model, [5] * 600, "aa")
     assert store.held == 0
+
+
+class BrokenBlock:
+    """An array of the right shape whose memory is gone."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __getitem__(self, index: Any) -> Any:
+        raise BufferError("unmapped")
+
+
+def test_a_fault_while_blocks_are_copied_ends_the_request_and_loses_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariants 1 and 12: the request is told, its blocks are free, its prefix is released, the next one runs."""
+    store = MemoryBlockStore()
+    model = open_with_store(folder, monkeypatch, store)
+    prompt = list(range(10, 60))
+    run_requests(model, [salted(model, prompt, "aa")])
+    broken = BrokenBlock(model.block_shape.dimensions)
+    monkeypatch.setattr(store, "lookup", lambda salt, keys: CachedPrefix((broken,)))  # type: ignore[arg-type]
+    request = salted(model, prompt, "aa")
+    model.engine.submit(request, 0.0)
+    with pytest.raises(BufferError):
+        model.engine.step()
+    assert [event.request_id for event in model.engine.fail_all("engine_fault: BufferError")] == [request.request_id]
+    statistics = model.engine.statistics()
+    assert (statistics.running, statistics.blocks_free) == (0, statistics.blocks_total)
+    assert run_one(model, "x").finish == "length"
