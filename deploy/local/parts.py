@@ -7,7 +7,7 @@ Pure but for the port draw and the folders that the programs want. Each service 
 import hashlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from shutil import disk_usage
 from deploy.local.child import Command
 from deploy.local.home import Home
 from deploy.local.ports import free_ports
-from deploy.local.probes import http_probe
+from deploy.local.probes import first_reason, http_probe, listening_probe
 from deploy.local.server import Probe, Program
 from deploy.local.stores import nats_program, valkey_program
 from deploy.local.triton import TritonPorts, triton_program
@@ -179,7 +179,10 @@ class _ServiceMaker:
             "ADMIN_KEY_HASH": hashlib.sha256(admin_key.encode()).hexdigest(),
             "METERING_URL": f"http://127.0.0.1:{metering_port}",
         }
-        return self.service("gateway", "gateway", Tier.EDGE, http, settings)
+        part = self.service("gateway", "gateway", Tier.EDGE, http, settings)
+        # It is alive before it has connected to its stores; it serves when its ports do.
+        serves = partial(first_reason, *(partial(listening_probe, port) for port in edge))
+        return replace(part, program=replace(part.program, probe=serves))
 
     def node(self, node_id: str, number: int) -> Iterator[Part]:
         """Triton, kvstore and loader of one node."""

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+from collections.abc import Callable
 
 PROBE_TIMEOUT_S = 1.0
 
@@ -29,6 +30,20 @@ def redis_probe(port: int) -> str | None:
             return None if answer.startswith(b"+PONG") else answer.decode(errors="replace").strip()
     except OSError as error:
         return str(error)
+
+
+def listening_probe(port: int) -> str | None:
+    """Ready when somebody accepts a connection."""
+    try:
+        socket.create_connection(("127.0.0.1", port), PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return f"port {port}: {error}"
+    return None
+
+
+def first_reason(*probes: Callable[[], str | None]) -> str | None:
+    """Ready when all are; else the reason of the first that is not."""
+    return next((reason for probe in probes if (reason := probe()) is not None), None)
 
 
 def http_probe(port: int, path: str) -> str | None:

@@ -3,9 +3,11 @@
 Commands are imported when they are called, so that `roundhouse --help` answers at once.
 """
 
+import logging
 from importlib import import_module
 from typing import Any, ClassVar
 
+import structlog
 import typer
 from typer.core import TyperGroup
 
@@ -66,6 +68,8 @@ def _root() -> None:
 
 def main() -> None:
     """Entry point of the `roundhouse` script."""
+    # What the shared rooms log is for services; a person gets the command's own words.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     app()
 
 

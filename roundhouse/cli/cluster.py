@@ -45,14 +45,8 @@ def up(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=8, help="Nodes: a Triton, a loader and a kvstore each.")] = 2,
     device_bytes: Annotated[
-        int,
-        typer.Option(
-            parser=parse_bytes,
-            metavar="SIZE",
-            show_default=show_bytes(DEFAULTS.device_bytes),
-            help="Memory that models may take on a node.",
-        ),
-    ] = DEFAULTS.device_bytes,
+        str, typer.Option(metavar="SIZE", help="Memory that models may take on a node.")
+    ] = show_bytes(DEFAULTS.device_bytes),
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 = any.")] = 8080,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC API; 0 = any.")] = 8081,
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the admin API; 0 = any.")] = 8082,
@@ -61,7 +55,7 @@ def up(
 ) -> None:
     """Start the whole mesh on this machine: NATS, Valkey, Triton nodes and all services."""
     options = ClusterOptions(
-        nodes=nodes, device_bytes=device_bytes, http_port=http_port, grpc_port=grpc_port, admin_port=admin_port
+        nodes=nodes, device_bytes=_size(device_bytes), http_port=http_port, grpc_port=grpc_port, admin_port=admin_port
     )
     home = open_home(data_dir)
     if detach:
@@ -80,6 +74,13 @@ def up(
     finally:
         terminal.close()
     report.note("stopped")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device-bytes") from error
 
 
 def _up_detached(home: Home) -> int:
