@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from roundhouse.catalogue.records import Limits
 from roundhouse.errors import Conflict, LimitExceeded
@@ -24,8 +24,9 @@ from tests.fakes.clock import ManualClock
 
 ACME = TenantId("acme")
 CALLER = Caller(ACME, KeyId("key-1"), frozenset({INFERENCE}), "ab" * 32)
-RATES = st.none() | st.sampled_from([0, 1, 2, 3, 7, 60, 100, 1_000_000_000])
-REQUESTS = st.sampled_from([RequestId(f"r{number}") for number in range(6)])
+RATES = st.sampled_from([None, 0, 1, 3, 7, 60, 100, 1_000_000_000])
+TOKEN_RATES = st.sampled_from([100, 70, 250, None, 1_000_000_000])
+NEWEST_FIRST = st.integers(0, 5)  # which request: 0 the newest; beyond the oldest: one that there never was
 Answer = TypeVar("Answer")
 
 
@@ -43,7 +44,7 @@ class LimitsMachine(RuleBasedStateMachine):
         self.admission = RedisAdmission(self.redis, clock=self.clock)
         self.use = twin.TenantUse()
         self.limits = Limits()
-        self.reserved: dict[RequestId, int] = {}
+        self.requests: list[RequestId] = []
         record = KeyRecord(CALLER.key_id, ACME, CALLER.key_hash, CALLER.scopes, "", self.clock.now_ms(), 0)
         self.run(RedisKeyRegistry(self.redis).add(record))
 
@@ -60,7 +61,12 @@ class LimitsMachine(RuleBasedStateMachine):
         self.run(self.redis.aclose())
         self.runner.close()
 
-    @rule(requests=RATES, tokens=RATES, concurrent=st.none() | st.integers(0, 3))
+    @initialize(requests=st.sampled_from([None, 7, 60]), tokens=TOKEN_RATES)
+    def first_limits(self, requests: int | None, tokens: int | None) -> None:
+        """Most tenants have limits that let something through."""
+        self.limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens)
+
+    @rule(requests=RATES, tokens=RATES | TOKEN_RATES, concurrent=st.none() | st.integers(0, 3))
     def set_limits(self, requests: int | None, tokens: int | None, concurrent: int | None) -> None:
         """The catalogue changes."""
         self.limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
@@ -70,9 +76,23 @@ class LimitsMachine(RuleBasedStateMachine):
         """Time passes."""
         self.clock.advance(duration_ms)
 
-    @rule(request_id=REQUESTS, tokens=st.integers(0, 120))
-    def admit(self, request_id: RequestId, tokens: int) -> None:
-        """The same answer, and the same state after it."""
+    def chosen(self, number: int) -> RequestId:
+        """An earlier request, ended or not, or one that there never was."""
+        known = list(reversed(self.requests))
+        return known[number] if number < len(known) else RequestId("never")
+
+    @rule(tokens=st.integers(0, 120))
+    def admit(self, tokens: int) -> None:
+        """A new request gets the same answer."""
+        self.requests.append(RequestId(f"r{len(self.requests)}"))
+        self._admit_both(self.requests[-1], tokens)
+
+    @rule(number=NEWEST_FIRST, tokens=st.integers(0, 120))
+    def admit_again(self, number: int, tokens: int) -> None:
+        """A repeated call, or one that arrives after its end, gets the same answer."""
+        self._admit_both(self.chosen(number), tokens)
+
+    def _admit_both(self, request_id: RequestId, tokens: int) -> None:
         ask = twin.Ask(
             request_id,
             tokens,
@@ -108,21 +128,24 @@ class LimitsMachine(RuleBasedStateMachine):
         except (LimitExceeded, Conflict) as error:
             return error
 
-    @rule(request_id=REQUESTS, used=st.integers(0, 150))
-    def settle(self, request_id: RequestId, used: int) -> None:
+    @rule(number=NEWEST_FIRST, used=st.integers(0, 150))
+    def settle(self, number: int, used: int) -> None:
         """Also of requests that are not there."""
+        request_id = self.chosen(number)
         self.use = twin.settle(self.use, request_id, used, self.clock.now_ms())
         self.run(self.admission.settle(held(request_id), used_tokens=used))
 
-    @rule(request_id=REQUESTS)
-    def withdraw(self, request_id: RequestId) -> None:
+    @rule(number=NEWEST_FIRST)
+    def withdraw(self, number: int) -> None:
         """Also before the admission."""
+        request_id = self.chosen(number)
         self.use = twin.withdraw(self.use, request_id, self.clock.now_ms())
         self.run(self.admission.withdraw(ACME, request_id))
 
-    @rule(requests=st.lists(REQUESTS, unique=True, max_size=6))
-    def renew(self, requests: list[RequestId]) -> None:
+    @rule(numbers=st.lists(NEWEST_FIRST, unique=True, max_size=6))
+    def renew(self, numbers: list[int]) -> None:
         """Many at once."""
+        requests = [self.chosen(number) for number in numbers]
         for request_id in requests:
             self.use = twin.renew(self.use, request_id, self.clock.now_ms())
         self.run(self.admission.renew([held(request_id) for request_id in requests]))
@@ -158,6 +181,6 @@ def test_the_scripts_and_the_twin_decide_alike(redis_url: str) -> None:
     run_state_machine_as_test(
         LimitsMachine,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

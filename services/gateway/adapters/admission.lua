@@ -52,7 +52,7 @@ local function refuse(name, wait) -- -1 (never) beats every wait; else the longe
   end
 end
 local function check_rate(name, points, rate, units)
-  if rate < 0 then return end
+  if rate < 0 or units == 0 then return end -- what takes nothing of a limit is not refused by it
   local cost, capacity = units * POINTS, rate * POINTS
   if cost > capacity then
     refuse(name, -1)

@@ -176,8 +176,8 @@ def _never_last(wait_ms: int | None) -> tuple[bool, int]:
 
 
 def _rate_refusal(limit: LimitName, meter: Meter, rate: int | None, units: int) -> Refused | None:
-    if rate is None:
-        return None
+    if rate is None or units == 0:
+        return None  # what takes nothing of a limit is not refused by it
     cost, capacity = units * POINTS_PER_UNIT, rate * POINTS_PER_UNIT
     if cost > capacity:
         return Refused(limit, None)

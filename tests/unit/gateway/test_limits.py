@@ -138,6 +138,13 @@ def test_reservations_are_no_way_to_use_more_than_the_limit() -> None:
     assert used >= 80  # 50 s: the reservation of 100 needs an empty meter, so 83 s-tokens drain meanwhile
 
 
+def test_what_takes_no_tokens_is_not_refused_by_a_token_limit() -> None:
+    """A tensor call reserves no tokens: it passes with the meter full, and with a limit of zero."""
+    full = taken(NOTHING, ask("a", tokens=100, tokens_per_minute=100))
+    assert isinstance(admit(full, ask("b", tokens=0, tokens_per_minute=100), 0)[1], Taken)
+    assert isinstance(admit(full, ask("b", tokens=0, tokens_per_minute=0), 0)[1], Taken)
+
+
 def test_tickets_and_leases_do_not_outlive_their_request() -> None:
     """Nothing but the ended mark is left of a settled request."""
     use = settle(taken(NOTHING, ask("a", requests_per_minute=5)), "a", 1, 0)
