@@ -2,7 +2,7 @@
 
 from roundhouse.clock import Clock
 from roundhouse.vocabulary import NodeId, PoolName
-from roundhouse.wire.v1 import loading_pb2, scheduling_pb2
+from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, vocabulary_pb2
 from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.placement import PoolView
 from services.scheduler.domain.records import Offer, PoolState, VersionKey, instance_key, version_key
@@ -46,6 +46,13 @@ class Pools:
             )
             for model in models
         }
+
+    def is_ready(self, node_id: NodeId, version: VersionKey) -> bool:
+        """Whether the node says that it serves a version."""
+        state = self.nodes.state(node_id)
+        return state is not None and any(
+            _version(each) == version and each.state == vocabulary_pb2.INSTANCE_STATE_READY for each in state.instances
+        )
 
     def offers(self, pool: PoolName, versions: set[VersionKey] | None) -> list[Offer]:
         """Ready instances on healthy nodes, of the given versions or (None) of all."""

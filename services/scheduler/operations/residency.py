@@ -15,7 +15,7 @@ import structlog
 
 from roundhouse.clock import Clock
 from roundhouse.errors import CapacityExhausted, Conflict, InvalidInput, RoundhouseError, Unavailable
-from roundhouse.vocabulary import NodeId, PoolName
+from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.scheduler.domain.nodes import Residence
 from services.scheduler.domain.placement import Load, PoolView, ResidencyPolicy, Rotate, plan
@@ -176,7 +176,7 @@ class Residency:
             "load_ended", model=model_of(load.version), node=load.node_id, error=failure.message if failure else ""
         )
         self._instruments.load_ended(pool, model_of(load.version), _outcome(failure))
-        await self._await_fresh_state(load.node_id, ended_ms)
+        await self._await_fresh_state(load, failed=failure is not None, since_ms=ended_ms)
         try:
             await self._give_back(pool, load)
             note = self._failure_note(pool, load, failure) if failure else None
@@ -210,10 +210,14 @@ class Residency:
                 return
         raise Unavailable("the loader ended its answer before the model was ready")
 
-    async def _await_fresh_state(self, node_id: NodeId, since_ms: int) -> None:
-        """Wait until the node's own word is newer than the end of the load, at most `FRESH_STATE_MS`."""
+    async def _await_fresh_state(self, load: Load, *, failed: bool, since_ms: int) -> None:
+        """Wait until the node's own word shows what the load left, at most `FRESH_STATE_MS`.
+
+        A state that shows the version ready shows its victims gone; after a failure only victims matter."""
         for _ in range(FRESH_STATE_MS // 50):
-            if self._pools.nodes.heard_since(node_id, since_ms):
+            if self._pools.nodes.heard_since(load.node_id, since_ms):
+                return
+            if (failed and not load.victims) or (not failed and self._pools.is_ready(load.node_id, load.version)):
                 return
             await self._clock.sleep_ms(50)
 
