@@ -177,15 +177,13 @@ class KvStoreClient:
     def _read_prefix(self, arena: _MappedArena, salt: bytes, keys: Sequence[bytes]) -> tuple[BlockArray, ...]:
         request = kv_pb2.AcquirePrefixRequest(salt=salt, keys=keys, client_id=self._client_id, lease_ms=READ_LEASE_MS)
         reply = self._stub.AcquirePrefix(request, timeout=LOOKUP_TIMEOUT_S)
-        if not self._is_current(arena, reply.incarnation) or not reply.lease_id:
-            return ()
         release = kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id)
         try:
+            if not self._is_current(arena, reply.incarnation):
+                return ()
             return self._copy_run(arena, keys, reply.blocks, release)
         finally:
-            with self._news:
-                self._releases.append(release)
-                self._news.notify_all()
+            self._give_back(release)
 
     def _copy_run(
         self,
@@ -279,18 +277,40 @@ class KvStoreClient:
         )
         ends_s = time.monotonic() + WRITE_LEASE_MS / 1000
         reply = self._stub.ReserveBlocks(reserve, timeout=WORKER_TIMEOUT_S)
-        if not self._is_current(arena, reply.incarnation):
-            return None
-        if not reply.lease_id:
-            return 0
-        for slot in reply.slots:
-            if time.monotonic() > ends_s:  # suspended meanwhile: the slot may be another's
-                return 0
+        committed = None
+        try:
+            if not self._is_current(arena, reply.incarnation):
+                return None
+            if reply.lease_id and self._write(arena, reply.slots, blocks, ends_s):
+                commit = kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, blocks=reply.slots)
+                committed = self._stub.CommitBlocks(commit, timeout=WORKER_TIMEOUT_S).committed
+            return committed or 0
+        finally:
+            if committed is None:  # else nobody could write these keys until the lease ends
+                self._give_back(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id))
+
+    def _write(
+        self,
+        arena: _MappedArena,
+        slots: Sequence[kv_pb2.BlockSlot],
+        blocks: Mapping[bytes, BlockArray],
+        ends_s: float,
+    ) -> bool:
+        """Fill the slots and their checksums; False if the lease ended meanwhile, so that a slot may be another's."""
+        for slot in slots:
+            if time.monotonic() > ends_s:
+                return False
             slot.checksum = arena.copy_in(slot, blocks[slot.key])
-        commit = kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, blocks=reply.slots)
-        return self._stub.CommitBlocks(commit, timeout=WORKER_TIMEOUT_S).committed
+        return True
 
     # Both
+
+    def _give_back(self, release: kv_pb2.ReleaseLeaseRequest) -> None:
+        """Let the worker end a lease; it ends by itself if the worker cannot."""
+        if release.lease_id:
+            with self._news:
+                self._releases.append(release)
+                self._news.notify_all()
 
     def _is_current(self, arena: _MappedArena, incarnation: str) -> bool:
         """Whether a reply speaks of the mapped arena; if not, the worker maps the new one."""

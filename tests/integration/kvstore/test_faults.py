@@ -49,6 +49,21 @@ def test_a_killed_kvstore_is_misses_until_it_is_back(kvstore: KvStoreProcess, en
     eventually(lambda: len(engine.lookup(ONE, keys(ONE, 4)).blocks) == 4)
 
 
+def test_what_was_reserved_for_an_old_arena_is_given_back(kvstore: KvStoreProcess, engine: KvStoreClient) -> None:
+    """The first offer after a restart gets slots of an arena that is not mapped: they are free again at once, and not
+    only when their lease of 5 s ends, or nobody could store these blocks until then."""
+    kvstore.kill()
+    kvstore.start()
+
+    def noticed() -> bool:
+        engine.offer(ONE, keys(ONE, 4), blocks(4))
+        assert engine.flush(10)
+        return kvstore.statistics().blocks == 4
+
+    eventually(noticed, within_s=3)
+    eventually(lambda: kvstore.statistics().leases == 0, within_s=1)
+
+
 def test_a_hung_kvstore_costs_each_request_little(kvstore: KvStoreProcess, engine: KvStoreClient) -> None:
     """The process is stopped: 10 lookups take less than a second together, and the first one after it goes on works."""
     kvstore.signal(signal.SIGSTOP)
