@@ -50,12 +50,7 @@ class FakeModelControl:
         known = self._models.get(name)
         if known is not None and known.state is TritonState.READY:
             return
-        work = self._spawn(self._load(name, _knobs(package)))
-        try:
-            async with asyncio.timeout(timeout_ms / 1000):
-                await asyncio.shield(work)
-        except TimeoutError as error:
-            raise DeadlinePassed(f"Triton did not answer within {timeout_ms} ms") from error
+        await self._wait_for(self._spawn(self._load(name, _knobs(package))), timeout_ms)
 
     async def unload(self, name: str, *, timeout_ms: int) -> None:
         """See `ModelControl.unload`."""
@@ -64,12 +59,7 @@ class FakeModelControl:
         if model is None or model.state in (TritonState.UNAVAILABLE, TritonState.UNLOADING):
             return
         if model.state is TritonState.LOADING:  # Triton answers when the load is over
-            work = self._spawn(self._unload_later(name))
-            try:
-                async with asyncio.timeout(timeout_ms / 1000):
-                    await asyncio.shield(work)
-            except TimeoutError as error:
-                raise DeadlinePassed(f"Triton did not answer within {timeout_ms} ms") from error
+            await self._wait_for(self._spawn(self._unload_later(name)), timeout_ms)
             return
         self._begin_unload(name, model)
 
@@ -129,13 +119,19 @@ class FakeModelControl:
             self._begin_unload(name, self._models[name])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        async def run() -> None:
-            await work
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._done)
         return task
+
+    async def _wait_for(self, work: "asyncio.Task[None]", timeout_ms: int) -> None:
+        """The server goes on when its caller leaves; a caller is told when the server dies."""
+        ended, _ = await asyncio.wait({work}, timeout=timeout_ms / 1000)
+        if not ended:
+            raise DeadlinePassed(f"Triton did not answer within {timeout_ms} ms")
+        if work.cancelled():
+            raise Unavailable("Triton is away")
+        work.result()
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._work.discard(task)
