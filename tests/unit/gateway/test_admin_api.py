@@ -1,0 +1,301 @@
+"""The admin API over fakes: who may call what, and what it answers."""
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from roundhouse import subjects
+from roundhouse.catalogue.assembly import FileReading
+from roundhouse.catalogue.digests import DigestCache
+from roundhouse.catalogue.records import Catalogue, Engine, Interface, Model, Tenant
+from roundhouse.errors import CapacityExhausted
+from roundhouse.event_bus import Message
+from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
+from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
+from services.gateway.adapters.admin_api import AdminServices, admin_app
+from services.gateway.adapters.admin_audit import BusAuditTrail
+from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates
+from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
+from services.gateway.operations.admin_models import ModelOperations
+from services.gateway.operations.admin_ports import LoadCommand
+from services.gateway.operations.apply import CatalogueApplication
+from services.gateway.operations.keys import KeyOperations, KeyWish
+from tests.fakes.admission import InMemoryKeys
+from tests.fakes.catalogue import FixedCatalogue, InMemoryCatalogueStore
+from tests.fakes.clock import ManualClock
+from tests.fakes.event_bus import FakeBus
+from tests.unit.catalogue.files import GOOD, write_models
+
+ROOT = "rh-admin-" + "b" * 43
+ACME, GLOBEX = TenantId("acme"), TenantId("globex")
+CHAT = Model(
+    name=ModelName("chat"),
+    source_path="/m",
+    engine=Engine.REFERENCE,
+    interface=Interface.LLM,
+    digest=Digest("sha256:aa"),
+)
+EVERYTHING = [
+    ("POST", "/catalogue"),
+    ("GET", "/catalogue"),
+    ("POST", "/keys"),
+    ("GET", "/keys"),
+    ("DELETE", "/keys/key-1"),
+    ("GET", "/nodes"),
+    ("POST", "/models/chat/load"),
+    ("POST", "/models/chat/unload"),
+]
+
+
+class CountingLoader:
+    """`NodeLoader` that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[str, str, str]] = []
+        self.refuses = False
+
+    async def load(self, command: LoadCommand, *, timeout_ms: int) -> None:
+        """See `NodeLoader.load`."""
+        if self.refuses:
+            raise CapacityExhausted("it does not fit now")
+        self.commands.append(("load", command.loader_address, command.version.digest))
+
+    async def unload(self, command: LoadCommand, *, timeout_ms: int) -> bool:
+        """See `NodeLoader.unload`."""
+        self.commands.append(("unload", command.loader_address, command.version.digest))
+        return True
+
+
+class EchoingUsage:
+    """`UsageQueries` that answers with what it was asked."""
+
+    async def usage(self, parameters: Mapping[str, str]) -> object:
+        """See `UsageQueries.usage`."""
+        return {"rows": [], "asked": dict(parameters)}
+
+
+class World:
+    """An admin API over fakes, and a client of it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.bus = FakeBus()
+        self.directory = InMemoryKeys(self.clock, admin_key_hash=key_hash(ROOT))
+        self.loader = CountingLoader()
+        self.store = InMemoryCatalogueStore()
+        tenants = {name: Tenant(name=name) for name in (ACME, GLOBEX)}
+        self.catalogue = FixedCatalogue(Catalogue(generation=3, tenants=tenants, models={CHAT.name: CHAT}))
+        self.nodes = BusNodeStates(self.bus, self.clock)
+        audit = BusAuditTrail(self.bus, self.clock)
+        self._chance = 0
+        self.keys = KeyOperations(self.directory, self.catalogue, audit, self.clock, self._bytes)
+        services = AdminServices(
+            directory=self.directory,
+            catalogue=self.catalogue,
+            applying=CatalogueApplication(self.store, self.catalogue, self.bus, audit, FileReading(DigestCache())),
+            keys=self.keys,
+            models=ModelOperations(self.catalogue, self.nodes, self.loader, audit),
+            nodes=self.nodes,
+            usage=EchoingUsage(),
+            clock=self.clock,
+        )
+        transport = httpx.ASGITransport(admin_app(services))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1")
+
+    def _bytes(self, count: int) -> bytes:
+        self._chance += 1
+        return self._chance.to_bytes(count, "big")
+
+    async def call(self, method: str, path: str, key: str = ROOT, **options: Any) -> httpx.Response:
+        """One call with a key."""
+        return await self.client.request(method, path, headers={"authorization": f"Bearer {key}"}, **options)
+
+    async def key_of(self, tenant: TenantId, *scopes: str) -> str:
+        """A key of a tenant."""
+        return (await self.keys.create(KeyWish(tenant, scopes), actor=KeyId("bootstrap"))).text
+
+    async def say(self, node_id: str, *, state: str = "READY", free: int = 100, pool: str = "shared") -> None:
+        """A node speaks; `state` "" = it does not have the model."""
+        version = vocabulary_pb2.ModelVersion(model=CHAT.name, digest=CHAT.digest)
+        number = vocabulary_pb2.InstanceState.Value(f"INSTANCE_STATE_{state or 'READY'}")
+        instances = [loading_pb2.Instance(version=version, state=number)] if state else []
+        tier = vocabulary_pb2.TierBytes(tier=vocabulary_pb2.TIER_DEVICE, capacity=free)
+        message = loading_pb2.NodeState(
+            node_id=node_id,
+            pool=pool,
+            accepting=True,
+            loader_address=f"{node_id}:1",
+            instances=instances,
+            tiers=[tier],
+        )
+        await self.nodes._on_state(_message(message))
+
+
+def _message(state: loading_pb2.NodeState) -> Any:
+    return Message(subjects.node_state(state.node_id), state.SerializeToString())
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """Two tenants, one model, no nodes, the bootstrap key."""
+    made = World()
+    yield made
+    await made.client.aclose()
+
+
+@pytest.mark.parametrize(("method", "path"), [*EVERYTHING, ("GET", "/usage"), ("GET", "/nothing")])
+async def test_nothing_answers_without_a_good_key(world: World, method: str, path: str) -> None:
+    """B05: no key, a wrong key, a revoked one: 401 on every route, and nothing is done."""
+    gone = await world.key_of(ACME, INFERENCE)
+    await world.directory.revoke(KeyId((await world.keys.all("acme"))[0].key_id), 1)
+    for headers in ({}, {"authorization": "Bearer rh-" + "x" * 43}, {"authorization": f"Bearer {gone}"}):
+        answer = await world.client.request(method, path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert world.loader.commands == []
+
+
+@pytest.mark.parametrize(("method", "path"), EVERYTHING)
+async def test_a_tenants_key_administers_nothing(world: World, method: str, path: str) -> None:
+    """B05: K1 on load, unload and admin is 403."""
+    answer = await world.call(method, path, key=await world.key_of(ACME, INFERENCE, USAGE_READ))
+    assert answer.status_code == 403
+    assert world.loader.commands == []
+
+
+@pytest.mark.parametrize("path", ["/keys/", "//keys", "/KEYS", "/keys%2f", "/../v1/keys", "/keys/../keys"])
+async def test_other_spellings_open_no_door(world: World, path: str) -> None:
+    """B05: without a key every spelling is 401; with a tenant's key none is answered."""
+    assert (await world.client.get(path)).status_code == 401
+    assert (await world.call("GET", path, key=await world.key_of(ACME, INFERENCE))).status_code >= 400
+
+
+async def test_a_declaration_is_applied_over_http(world: World, tmp_path: Path) -> None:
+    """B44: the answer has the generation and the changes; a wrong one is 400 with every place."""
+    body = {"text": GOOD, "file_name": "c.yaml", "base_dir": str(write_models(tmp_path))}
+    answer = await world.call("POST", "/catalogue", json=body)
+    assert answer.status_code == 200
+    assert (answer.json()["generation"], len(answer.json()["changes"])) == (1, 5)
+    wrong = {**body, "text": GOOD.replace("weight: 2", "wieght: 2").replace("base: chat", "base: x")}
+    answer = await world.call("POST", "/catalogue", json=wrong)
+    assert answer.status_code == 400
+    assert answer.json()["problems"][0] == {
+        "file": "c.yaml",
+        "line": 4,
+        "column": 5,
+        "reason": "unknown key `wieght`, did you mean `weight`?",
+    }
+    assert len(answer.json()["problems"]) == 2
+    assert answer.json()["error"]["code"] == "declaration_refused"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"text": 5}', b'{"text": "", "other": 1}', b"\xff", b'{"text": "", "base_dir": "rel"}'],
+)
+async def test_a_body_that_is_wrong_is_400(world: World, content: bytes) -> None:
+    """Whatever is sent, the answer is about the caller's input and not a fault of ours."""
+    answer = await world.call("POST", "/catalogue", content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_the_catalogue_is_shown_whole_or_by_kind_and_name(world: World) -> None:
+    """Kinds as maps in the whole, as lists alone."""
+    whole = (await world.call("GET", "/catalogue")).json()
+    assert (whole["generation"], sorted(whole["tenants"]), list(whole["models"])) == (3, ["acme", "globex"], ["chat"])
+    models = (await world.call("GET", "/catalogue?kind=models&name=chat")).json()["models"]
+    assert [model["name"] for model in models] == ["chat"]
+    missing = await world.call("GET", "/catalogue?kind=tenants&name=none")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "tenant_not_found")
+    assert (await world.call("GET", "/catalogue?kind=secrets")).status_code == 400
+
+
+async def test_a_key_is_shown_once(world: World) -> None:
+    """Invariant 16: made, listed without its text, revoked, and revoked again."""
+    made = await world.call("POST", "/keys", json={"tenant": "acme", "label": "ci", "expires_in_s": 60})
+    assert (made.status_code, made.headers["cache-control"]) == (201, "no-store")
+    text, key_id = made.json()["key"], made.json()["key_id"]
+    listed = await world.call("GET", "/keys?tenant=acme")
+    assert [(key["key_id"], key["state"], key["label"]) for key in listed.json()["keys"]] == [(key_id, "active", "ci")]
+    assert text not in listed.text
+    assert key_hash(text) not in listed.text
+    for _ in range(2):
+        assert (await world.call("DELETE", f"/keys/{key_id}")).json()["state"] == "revoked"
+    assert (await world.call("DELETE", "/keys/key-none")).status_code == 404
+
+
+async def test_a_revoked_admin_key_opens_nothing(world: World) -> None:
+    """B06: an admin key ends at once, also for the admin API itself."""
+    made = (await world.call("POST", "/keys", json={"scopes": ["admin"]})).json()
+    assert (await world.call("GET", "/nodes", key=made["key"])).status_code == 200
+    await world.call("DELETE", f"/keys/{made['key_id']}")
+    assert (await world.call("GET", "/nodes", key=made["key"])).status_code == 401
+
+
+async def test_usage_is_anyones_for_operators_and_ones_own_for_tenants(world: World) -> None:
+    """Invariant 16: a tenant's key reads its own tenant, whatever it asks for."""
+    key = await world.key_of(ACME, USAGE_READ)
+    asked = (await world.call("GET", "/usage?tenant=globex&group_by=model")).json()["asked"]
+    assert asked == {"tenant": "globex", "group_by": "model"}
+    assert (await world.call("GET", "/usage?group_by=day", key=key)).json()["asked"]["tenant"] == "acme"
+    assert (await world.call("GET", "/usage?tenant=acme", key=key)).status_code == 200
+    assert (await world.call("GET", "/usage?tenant=globex", key=key)).status_code == 403
+    twice = await world.call("GET", "/usage?tenant=acme&tenant=globex", key=key)
+    assert twice.status_code == 403
+    swapped = await world.call("GET", "/usage?tenant=globex&tenant=acme", key=key)
+    assert swapped.json()["asked"]["tenant"] == "acme"
+
+
+async def test_nodes_are_those_that_spoke_lately(world: World) -> None:
+    """Ten silent seconds and a node is gone; states are words."""
+    await world.say("b")
+    world.clock.advance(ALIVE_MS)
+    await world.say("a", state="LOADING")
+    both = (await world.call("GET", "/nodes")).json()["nodes"]
+    assert [(node["node_id"], node["instances"][0]["state"]) for node in both] == [("a", "loading"), ("b", "ready")]
+    world.clock.advance(1)
+    assert [node["node_id"] for node in (await world.call("GET", "/nodes")).json()["nodes"]] == ["a"]
+
+
+async def test_a_model_is_loaded_where_there_is_room(world: World) -> None:
+    """The node of its pool with the most free memory, unless one is named or has it already."""
+    assert (await world.call("POST", "/models/chat/load")).status_code == 503
+    await world.say("small", state="", free=10)
+    await world.say("large", state="", free=20)
+    await world.say("foreign", state="", free=99, pool="other")
+    answer = await world.call("POST", "/models/chat/load")
+    assert answer.json()["nodes"] == [{"node": "large", "loaded": True}]
+    assert (await world.call("POST", "/models/chat/load", json={"node": "small"})).json()["nodes"][0]["node"] == "small"
+    assert world.loader.commands == [("load", "large:1", "sha256:aa"), ("load", "small:1", "sha256:aa")]
+    await world.say("small", state="READY", free=10)
+    assert (await world.call("POST", "/models/chat/load")).json()["nodes"] == [{"node": "small", "loaded": False}]
+    assert (await world.call("POST", "/models/none/load")).status_code == 404
+    assert (await world.call("POST", "/models/chat/load", json={"node": "none"})).status_code == 404
+    world.loader.refuses = True
+    assert (await world.call("POST", "/models/chat/load", json={"node": "large"})).status_code == 503
+
+
+async def test_a_model_is_unloaded_from_every_node_that_has_it(world: World) -> None:
+    """One node if it is named."""
+    await world.say("a")
+    await world.say("b", state="")
+    await world.say("c")
+    answer = await world.call("POST", "/models/chat/unload")
+    assert [place["node"] for place in answer.json()["nodes"]] == ["a", "c"]
+    assert (await world.call("POST", "/models/chat/unload", json={"node": "c"})).json()["nodes"][0]["node"] == "c"
+
+
+async def test_an_older_state_of_a_node_changes_nothing(world: World) -> None:
+    """States may overtake each other on the way."""
+    newer = loading_pb2.NodeState(node_id="a", incarnation="1", sequence=5, accepting=True)
+    older = loading_pb2.NodeState(node_id="a", incarnation="1", sequence=4)
+    restarted = loading_pb2.NodeState(node_id="a", incarnation="2", sequence=1)
+    seen = []
+    for state in (newer, older, restarted):
+        await world.nodes._on_state(_message(state))
+        seen.append((await world.nodes.all())[0].incarnation + str((await world.nodes.all())[0].sequence))
+    assert seen == ["15", "15", "21"]
