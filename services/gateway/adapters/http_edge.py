@@ -6,6 +6,7 @@ prompts and keys are never logged (invariant 16); labels come from the route tab
 """
 
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -71,8 +72,8 @@ class HttpEdge:
             await self._answer_error(error, scope, receive, answer)
         except ClientLeft:
             return
-        except Exception:
-            log.exception("request_handler_failed", route=_route_of(scope))
+        except Exception as error:  # noqa: BLE001 - the client hears that it was our fault
+            log.error("request_handler_failed", route=_route_of(scope), **fault_fields(error))
             await self._answer_error(internal_error(), scope, receive, answer)
 
     async def _answer_error(self, error: RoundhouseError, scope: Scope, receive: Receive, answer: "_Answer") -> None:
@@ -99,6 +100,11 @@ def router(routes: Sequence[BaseRoute]) -> Router:
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
     raise NoSuchRoute("There is nothing at this path.")
+
+
+def fault_fields(error: BaseException) -> dict[str, str]:
+    """What may be logged of a fault: its kind and place, not its text, which may quote a prompt (invariant 16)."""
+    return {"error": type(error).__name__, "where": "".join(traceback.format_tb(error.__traceback__)[-6:])}
 
 
 class _Answer:

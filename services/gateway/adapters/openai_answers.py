@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from roundhouse.errors import RoundhouseError
 from services.gateway.adapters.client_connection import Sender, while_connected
+from services.gateway.adapters.http_edge import fault_fields
 from services.gateway.adapters.http_errors import error_response, internal_error, openai_error
 from services.gateway.adapters.openai_work import Prepared
 from services.gateway.adapters.rate_headers import rate_limit_headers, timing_headers, timings
@@ -165,8 +166,8 @@ async def answered(
         return
     except RoundhouseError as raised:
         error = raised
-    except Exception:
-        log.exception("answer_failed")
+    except Exception as fault:  # noqa: BLE001 - the client hears that it was our fault
+        log.error("answer_failed", **fault_fields(fault))
         error = internal_error()
     if not sender.started:
         await error_response(error, scope["path"])(scope, receive, send)

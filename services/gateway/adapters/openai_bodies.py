@@ -6,7 +6,7 @@ by name; the ones of `ACCEPTED_WITHOUT_EFFECT`, and unknown ones, are ignored: a
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -42,6 +42,10 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
     "dimensions": (),
 }
+
+
+Prompts = str | list[str | int | list[int]]
+"""A text, texts, the token ids of one prompt, or those of several; `prompts_of` refuses a mixture."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -146,7 +150,7 @@ class ChatBody(_SamplingFields, kw_only=True):
 class CompletionBody(_SamplingFields, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -166,7 +170,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     """Body of /v1/embeddings."""
 
     model: str
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Prompts
     encoding_format: str = "float"
 
     def check(self) -> None:
@@ -205,10 +209,13 @@ def _param_of(text: str) -> str | None:
     return text.rpartition("field `")[2].partition("`")[0] or None if "field `" in text else None
 
 
-def prompts_of(value: str | list[str] | list[int] | list[list[int]], *, param: str, at_most: int) -> list[Any]:
+def prompts_of(value: Prompts, *, param: str, at_most: int) -> list[str | list[int]]:
     """The prompts in a `prompt` or `input` field, each a string or a list of token ids. Raises InvalidInput."""
-    is_one = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
-    prompts: list[Any] = [value] if is_one else list(value)
+    entries = [value] if isinstance(value, str) else value
+    kinds = {type(entry) for entry in entries}
+    if len(kinds) > 1:
+        raise InvalidInput(f"'{param}' must be all strings or all token ids.", param=param)
+    prompts = cast("list[str | list[int]]", [entries] if kinds == {int} else entries)
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise InvalidInput(f"'{param}' must not be empty.", param=param)
     if len(prompts) > at_most:

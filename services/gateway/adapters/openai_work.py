@@ -6,7 +6,6 @@ authenticated tenant alone (invariants 11 and 16).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from roundhouse.block_keys import prefix_block_keys, tenant_salt
 from roundhouse.catalogue.records import Adapter, Interface, Model, Tenant
@@ -212,7 +211,7 @@ def _digest_bytes(digest: str) -> bytes:
     return bytes.fromhex(digest.removeprefix("sha256:"))
 
 
-async def _prompt(given: Any, codec: TextCodec, param: str) -> Prompt:
+async def _prompt(given: str | list[int], codec: TextCodec, param: str) -> Prompt:
     if isinstance(given, str):
         return Prompt(given, await codec.encode(given, add_special_tokens=True))
     if any(not 0 <= token < codec.vocabulary_size for token in given):
