@@ -5,6 +5,7 @@ SCRIPT FLUSH, failover). Library errors become `Unavailable`. A cancelled call c
 its reply to the next caller (redis-py `disconnect_on_error`; case B37).
 """
 
+import asyncio
 from collections.abc import Sequence
 from hashlib import sha1
 from importlib import resources
@@ -50,13 +51,17 @@ class LuaScript:
     async def __call__(self, redis: Redis, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
         """Run it. Raises Unavailable when the server is away, slow or refuses (read-only replica, out of memory)."""
         values: list[Any] = [*keys, *arguments]
+        cancellations = _cancellations()
         try:
             try:
-                return await cast("Any", redis.evalsha(self._sha, len(keys), *values))
+                answer = await cast("Any", redis.evalsha(self._sha, len(keys), *values))
             except NoScriptError:
-                return await cast("Any", redis.eval(self._text, len(keys), *values))
+                answer = await cast("Any", redis.eval(self._text, len(keys), *values))
         except (RedisError, OSError, TimeoutError) as error:
+            _raise_swallowed(cancellations)
             raise Unavailable(f"the store did not run {self.name}") from error
+        _raise_swallowed(cancellations)
+        return answer
 
     async def each(self, redis: Redis, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run it once for each call, in one round trip; each is atomic by itself, not all together.
@@ -80,3 +85,16 @@ class LuaScript:
                 values: list[Any] = [*keys, *arguments]
                 pipeline.evalsha(self._sha, len(keys), *values)
             return list(await pipeline.execute(raise_on_error=False))
+
+
+def _cancellations() -> int:
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
+
+
+def _raise_swallowed(before: int) -> None:
+    """Raise a cancellation that came during the call and that the client library lost (redis-py 7.4 sometimes does).
+
+    Without this a loop that calls scripts would run on after its only cancellation, and its process would not stop."""
+    if _cancellations() > before:
+        raise asyncio.CancelledError

@@ -67,7 +67,9 @@ class FakeNode:
     unloads: list[str] = field(default_factory=list)
     now_running: Counter[str] = field(default_factory=Counter)
     sequence: int = 0
+    address: str = ""  # of its loader; empty = its id
     instances_max: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def state(self) -> loading_pb2.NodeState:
         """What it says of itself."""
@@ -81,7 +83,7 @@ class FakeNode:
             role=vocabulary_pb2.NODE_ROLE_MIXED,
             accepting=True,
             triton_grpc_address=f"{self.node_id}:8001",
-            loader_address=self.node_id,
+            loader_address=self.address or self.node_id,
         )
         used = sum(self._size(name) for name in self.ready)
         reserved = sum(self._size(name) for name in self.loading)
@@ -116,27 +118,32 @@ class FakeNode:
             await self.clock.sleep_ms(1_000)
 
     async def load(self, request: loading_pb2.EnsureLoadedRequest) -> AsyncIterator[loading_pb2.LoadProgress]:
-        """EnsureLoaded."""
+        """EnsureLoaded. The load is the node's own work: it goes on when the caller leaves."""
         name = request.version.model
         if self.silent:
             raise Unavailable("the loader is away")
-        while name in self.loading:  # joined
-            await self.clock.sleep_ms(50)
-        if name not in self.ready:
+        if name not in self.ready and name not in self.loading:
             self._make_room(name, [victim.model for victim in request.unload_first])
             self.loads.append(name)
             self.loading[name] = self.clock.now_ms()
-            await self.announce()
-            yield loading_pb2.LoadProgress(state=vocabulary_pb2.INSTANCE_STATE_LOADING)
-            await self.clock.sleep_ms(self.load_ms)
-            del self.loading[name]
-            if name in self.broken:
-                await self.announce()
-                raise Unavailable(f"{name}: the weights file is empty")
+            task = asyncio.create_task(self._load(name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        yield loading_pb2.LoadProgress(state=vocabulary_pb2.INSTANCE_STATE_LOADING)
+        while name in self.loading:
+            await self.clock.sleep_ms(10)
+        if name not in self.ready:
+            raise Unavailable(f"{name}: the weights file is empty")
+        yield loading_pb2.LoadProgress(state=vocabulary_pb2.INSTANCE_STATE_READY)
+
+    async def _load(self, name: str) -> None:
+        await self.announce()
+        await self.clock.sleep_ms(self.load_ms)
+        del self.loading[name]
+        if name not in self.broken:
             self.ready[name] = self.clock.now_ms()
             self.instances_max = max(self.instances_max, len(self.ready))
-            await self.announce()
-        yield loading_pb2.LoadProgress(state=vocabulary_pb2.INSTANCE_STATE_READY)
+        await self.announce()
 
     def _make_room(self, name: str, victims: list[str]) -> None:
         for victim in victims:
