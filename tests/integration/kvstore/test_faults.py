@@ -12,6 +12,7 @@ import pytest
 
 from engines.reference.kvstore_client import KvStoreClient
 from roundhouse import subjects
+from roundhouse.block_keys import tenant_salt
 from roundhouse.event_bus import Message, NatsBus
 from roundhouse.wire.v1 import kv_pb2
 from tests.infra import FaultyServer
@@ -101,6 +102,21 @@ def test_without_nats_blocks_are_served_and_readiness_says_why(kvstore: KvStoreP
     assert "roundhouse_kv_blocks 4.0" in page
     assert 'roundhouse_kv_arena_bytes{state="held"} 16384.0' in page
     assert ONE.hex() not in page + kvstore.log_text()
+
+
+def test_series_do_not_grow_with_tenants(kvstore: KvStoreProcess, engine: KvStoreClient) -> None:
+    """Invariant 17: 50 more tenants store a block each, and the metrics page has the same series as before."""
+
+    def series() -> set[str]:
+        page = kvstore.ops("/metrics")[1]
+        return {line.rpartition(" ")[0] for line in page.splitlines() if not line.startswith("#")}
+
+    before = series()
+    for tenant in range(50):
+        salt = tenant_salt("cluster", f"tenant-{tenant}")
+        store(engine, salt, keys(salt, 1), blocks(1))
+    assert kvstore.statistics().blocks == 4 + 50
+    assert series() == before
 
 
 def test_a_clean_end_leaves_nothing(kvstore: KvStoreProcess) -> None:
