@@ -81,6 +81,7 @@ def _instance_json(instance: loading_pb2.Instance) -> dict[str, Any]:
     return {
         "model": instance.version.model,
         "digest": instance.version.digest,
+        "triton_model_name": instance.triton_model_name,
         "state": _word(vocabulary_pb2.InstanceState.Name(instance.state), "INSTANCE_STATE_"),
         "device_bytes": instance.device_bytes,
         "slots": instance.slots,
