@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ADMIN_KEY = "rh-admin-development-only-key"
 READY_WITHIN_S = 180.0
 LEDGER_WITHIN_S = 20.0
-MODELS = ("base-s", "base-xs", "acme-support-1", "acme-lora-1", "base-s")  # the last one is warm
+MODELS = ("base-s", "base-xs", "acme-code-3", "acme-lora-1", "base-s")  # the last one is warm
 
 
 @dataclass(frozen=True, slots=True)
