@@ -176,6 +176,20 @@ async def test_bytes_are_held_until_the_index_says_unavailable(node: SmallNode) 
 
 
 @on_a_small_node()
+async def test_a_load_that_meets_an_unload_waits_for_it(node: SmallNode) -> None:
+    """B17, invariant 9: in Triton it leaves for a second; the load begins with its own bytes after that."""
+    node.library.knobs[A.name] = {"unload_ms": "1000"}
+    await node.load(A)
+    unloading = asyncio.create_task(node.unload(A))
+    await asyncio.sleep(0.5)
+    assert node.state(A) is State.UNLOADING
+    assert (await node.load(A))[-1].state is State.READY
+    assert isinstance(await outcome(unloading), Conflict)
+    assert node.device == (100, 0)
+    assert len(node.control.loads) == 2
+
+
+@on_a_small_node()
 async def test_a_hung_load_holds_its_bytes_and_tells_its_callers(node: SmallNode) -> None:
     """After 10 s of the load's limit and 5 s more the caller knows; bytes are free when Triton is done with it."""
     node.library.knobs[A.name] = {"load_ms": "60000"}
