@@ -1,7 +1,7 @@
 """Composition root of the gateway: connects the parts, serves, and drains without losing a stream or a bill."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,8 @@ class Gateway:
         self._lifecycle = lifecycle
         self._stack = stack
         self._readiness = Readiness("nats", "redis", "catalogue", "serving")
+        self._turns: list[asyncio.Lock] = []
+        self._parts_closing = False
 
     async def start(self, addresses: Addresses) -> None:
         """Connect, subscribe, serve. What is entered first is left last."""
@@ -110,10 +112,11 @@ class Gateway:
         bus = await self._bus()
         redis = open_redis(settings.redis_url)
         self._stack.push_async_callback(redis.aclose)
+        self._stack.push_async_callback(self._end_turns)
         catalogue = await self._catalogue(redis, bus)
         keys = world.keys or RedisKeyDirectory(redis, world.clock, admin_key_hash=settings.admin_key_hash)
         parts = await self._parts(bus, redis)
-        self._lifecycle.every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
+        self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
         reader = RequestReader(world.clock, body_bytes_max=settings.body_bytes_max, deadline_ms=settings.deadline_ms)
         openai = OpenAIRoutes(
             parts, OpenAIWork(catalogue, world.codecs, settings.cluster), catalogue, reader, world.clock
@@ -166,8 +169,8 @@ class Gateway:
         self._stack.push_async_callback(outbox.drain, OUTBOX_DRAIN_S)
         grants = await receive_grants(bus, settings.instance_id, attempts)
         self._stack.push_async_callback(grants.stop)
-        self._lifecycle.every(HEARTBEAT_MS, lambda: beat(attempts, scheduler, world.clock), "heartbeat")
-        self._lifecycle.every(HEARTBEAT_MS, lambda: renew(attempts, admission, settlements), "lease_renewal")
+        self._every(HEARTBEAT_MS, lambda: beat(attempts, scheduler, world.clock), "heartbeat")
+        self._every(HEARTBEAT_MS, lambda: renew(attempts, admission, settlements), "lease_renewal")
         return RequestParts(
             cluster=settings.cluster,
             gateway_id=settings.instance_id,
@@ -218,6 +221,24 @@ class Gateway:
             self._readiness.set("redis", reason="Redis does not answer")
             raise Unavailable("Redis does not answer") from None
         self._readiness.set("redis", reason=None)
+
+    def _every(self, interval_ms: int, turn: Callable[[], Awaitable[None]], name: str) -> None:
+        """Periodic work that ends before the connections it uses are closed."""
+        lock = asyncio.Lock()
+        self._turns.append(lock)
+
+        async def guarded() -> None:
+            async with lock:
+                if not self._parts_closing:
+                    await turn()
+
+        self._lifecycle.every(interval_ms, guarded, name)
+
+    async def _end_turns(self) -> None:
+        self._parts_closing = True
+        for lock in self._turns:
+            async with lock:
+                pass  # the turn that was running has ended
 
     def _stop_taking_work(self) -> None:
         self._readiness.set("serving", reason="draining")
