@@ -20,42 +20,38 @@ async def run_cluster(home: Home, options: ClusterOptions, catalogue: Path | Non
 
     Raises ClusterProblem if it cannot start; nothing runs then."""
     started = time.monotonic()
-    ending = _Ending()
+    running = asyncio.current_task()
+    assert running is not None, "this is a coroutine"
+    ending = _Ending(running, report)
     ending.listen()
-    async with running_cluster(home, options, report.part, report.note) as cluster:
-        starting = asyncio.create_task(_make_ready(cluster, catalogue, report, started))
-        ended = asyncio.create_task(ending.asked.wait())
-        await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            report.ready(starting.result())
-            await _tell_news(cluster, report, ending)
-        else:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-        ended.cancel()
-        report.note("draining; once more to stop at once")
-        ending.supervised(cluster)
+    try:
+        async with running_cluster(home, options, report.part, report.note) as cluster:
+            report.ready(await _make_ready(cluster, catalogue, report, started))
+            await _tell_news(cluster, report)
+    except asyncio.CancelledError:
+        if not ending.asked:
+            raise
+        running.uncancel()  # the signal is the reason, and everything has been stopped
 
 
 class _Ending:
-    """The first signal asks for an end, the second forces it."""
+    """The first signal ends the work by cancelling it, which drains and stops; the next one cancels the draining."""
 
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self._cluster: RunningCluster | None = None
+    def __init__(self, work: asyncio.Task[object], report: Report) -> None:
+        self._work = work
+        self._report = report
+        self.asked = False
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
 
-    def supervised(self, cluster: RunningCluster) -> None:
-        self._cluster = cluster
-
     def _on_signal(self) -> None:
-        if self._cluster is not None:
-            self._cluster.supervisor.kill_now()
-        self.asked.set()
+        if not self.asked:
+            self._report.note("draining; once more to stop at once")
+        self.asked = True
+        self._work.cancel()
 
 
 async def _make_ready(cluster: RunningCluster, catalogue: Path | None, report: Report, started: float) -> Summary:
@@ -82,12 +78,13 @@ async def _summary(cluster: RunningCluster, admin: AdminClient, started: float) 
     )
 
 
-async def _tell_news(cluster: RunningCluster, report: Report, ending: _Ending) -> None:
+async def _tell_news(cluster: RunningCluster, report: Report) -> None:
+    """Tell what happens, until cancelled."""
     bus = await NatsBus.connect(cluster.plan.nats_url, name="roundhouse-up")
     news = News(bus, lambda line: report.note(stamped(line)))
     await news.start()
     try:
-        await ending.asked.wait()
+        await asyncio.Event().wait()
     finally:
         await news.stop()
         await bus.close()
