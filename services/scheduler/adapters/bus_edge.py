@@ -20,7 +20,7 @@ from services.scheduler.operations.submit import Submission
 log = structlog.get_logger(__name__)
 
 HANDLERS = 64  # messages of one subject handled at once: enough to keep the store's connections busy
-GRANT_TIMEOUT_MS = 800  # below `Policy.retry_ms`, so that one delivery ends before the next begins
+GRANT_TIMEOUT_MS = 450  # below `Policy.retry_ms`, so that one delivery ends before the next begins
 
 
 class BusGatewayLink:

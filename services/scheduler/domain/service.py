@@ -25,7 +25,7 @@ class Policy:
     ageing_per_ms: int = 100  # thousandths of a unit that a class gains for each ms its oldest request waits; a guess
     credit_requests: int = 2  # what an idle tenant may save up (invariant 5), in requests of its average cost
     lease_ms: int = 10_000
-    retry_ms: int = 1_000  # between two deliveries of one grant or refusal
+    retry_ms: int = 500  # between two deliveries of one grant or refusal: a lost one still arrives within a second
     delivery_ms_max: int = 10_000  # a refusal nobody acknowledges is dropped after this: its gateway is gone
     tombstone_ms: int = 120_000  # how long an ended attempt is remembered; heartbeats repeat an ending for seconds
 

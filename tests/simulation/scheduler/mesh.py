@@ -232,6 +232,9 @@ class FakeGateway:
         key = (asked.request.request_id, asked.request.attempt)
         self.asked[key] = asked
         asked.submitted_ms = self.clock.now_ms()
+        task = asyncio.create_task(self._watch_deadline(asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         for _ in range(3):
             try:
                 data = await self.bus.request(subjects.WORK_SUBMIT, asked.request.SerializeToString())
@@ -247,9 +250,16 @@ class FakeGateway:
             await self.cancel(asked)
         return None
 
-    async def cancel(self, asked: Asked) -> None:
-        """The client leaves."""
-        self._end(asked, "cancelled")
+    async def _watch_deadline(self, asked: Asked) -> None:
+        """The gateway's own guard, for when the scheduler's word is lost; later than the real one, to see that word."""
+        await self.clock.sleep_ms(asked.request.deadline_unix_ms + 800 - self.clock.now_ms())
+        key = (asked.request.request_id, asked.request.attempt)
+        if not asked.endings and key not in self._started:
+            await self.cancel(asked, "expired")
+
+    async def cancel(self, asked: Asked, how: str = "cancelled") -> None:
+        """The client leaves, or the deadline passes."""
+        self._end(asked, how)
         cancel = wire.Cancel(
             request_id=asked.request.request_id, attempt=asked.request.attempt, gateway_id=self.gateway_id, pool=POOL
         )
