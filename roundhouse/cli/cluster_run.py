@@ -43,9 +43,11 @@ class _Ending:
         self.asked = False
 
     def listen(self) -> None:
+        """Take SIGINT, SIGTERM, and the terminal's end unless `nohup` has it ignored."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if not self.asked:

@@ -115,6 +115,34 @@ def test_a_broken_catalogue_ends_the_start_with_its_place(home: Path, tmp_path: 
     assert shared_memory(home) == []
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_it_starts_ends_everything(home: Path, catalogue: Path, presses: int) -> None:
+    """Once drains, twice kills; either way exit code 0 and nothing is left, although the start was not finished."""
+    argv = [sys.executable, "-m", "roundhouse.cli.app", "up", *ANY_PORTS, "--catalogue", str(catalogue)]
+    environment = {**os.environ, "ROUNDHOUSE_HOME": str(home)}
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        parts = started_parts(home)
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        page, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert page.endswith("stopped\n")
+    assert [pid for pid in parts if group_members(pid)] == []
+    assert shared_memory(home) == []
+
+
+def started_parts(home: Path) -> list[int]:
+    """Pids once the services are starting."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        state = Home(home).read_state()
+        if state is not None and len(state.parts) > 6:
+            return [part.pid for part in state.parts]
+        time.sleep(0.05)
+    raise TimeoutError("no part was started")
+
+
 def stream_chat(state: ClusterState, key: str) -> int:
     """Stream 8 tokens from a cold or warm model; completion tokens as the API said."""
     body = {
