@@ -1,7 +1,7 @@
 """Resolves key texts against the key index in Redis, with a small memory of what it found.
 
 The index entry of a key never changes, so it may be remembered; whether the key is still alive is asked where it
-counts: by admission.lua, or here with `fresh`. What is remembered is also read again every few seconds, so that a
+counts: by admission.lua, or here with `fresh`. What is remembered is also read again every second, so that a
 revoked key is forgotten even by code that asks neither (case B06). Texts are hashed at once and never kept or logged
 (invariant 16).
 """
@@ -22,7 +22,7 @@ from services.gateway.adapters import redis_names
 from services.gateway.domain import keys
 from services.gateway.ports import Caller
 
-KNOWN_MS = 5_000  # the bound of case B06 for code that neither admits nor asks `fresh`
+KNOWN_MS = 1_000  # the bound of case B06 for code that neither admits nor asks `fresh`; one read a key a second
 UNKNOWN_MS = 1_000  # a key made just now works within this time where it was tried before
 ENTRIES_MAX = 10_000  # a guess: every key of a few thousand tenants, about 5 MB
 

@@ -142,7 +142,8 @@ class _InferAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. Returns when it is settled, also if the client left."""
-        await while_connected(receive, answered(self._whole, Sender(send), scope, receive, send))
+        sender = Sender(send)
+        await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender)
 
     async def _whole(self, sender: Sender) -> None:
         async with run_request(self._parts, self._work) as run:

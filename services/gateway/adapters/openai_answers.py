@@ -67,7 +67,7 @@ class GenerationAnswer:
         """Run the request. Returns when it is settled, also if the client left."""
         sender = Sender(send)
         produce = self._stream if self._style.stream else self._whole
-        await while_connected(receive, answered(produce, sender, scope, receive, send))
+        await while_connected(receive, answered(produce, sender, scope, receive, send), sender)
 
     async def _stream(self, sender: Sender) -> None:
         writer = ChunkWriter(
@@ -125,7 +125,8 @@ class EmbeddingAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. Returns when it is settled, also if the client left."""
-        await while_connected(receive, answered(self._whole, Sender(send), scope, receive, send))
+        sender = Sender(send)
+        await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender)
 
     async def _whole(self, sender: Sender) -> None:
         vectors: dict[int, tuple[float, ...]] = {}
