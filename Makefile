@@ -17,14 +17,14 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "Roundhouse needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 up" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+	  || { echo "Roundhouse needs Python 3.11 or 3.12 (Triton's wheel knows no later NumPy); $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 up" >&2; exit 1; }
 	if [ ! -x $(BIN)/python ]; then
 	  $(PYTHON) -m venv $(VENV) \
 	    || { rm -rf $(VENV); echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	fi
 	echo "installing $$(grep -c '==' requirements.lock) packages into $(VENV) (first time only, about a minute)"
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -e .
 	touch $@
 
@@ -59,7 +59,7 @@ proto: $(STAMP) ## write roundhouse/wire from proto/
 
 lock: ## resolve requirements.lock anew, with hashes and without addresses (needs uv)
 	@command -v uv >/dev/null || { echo "uv is needed: pip install uv" >&2; exit 1; }
-	uv pip compile pyproject.toml --extra embedded --extra onnx --extra dev --generate-hashes \
+	uv pip compile pyproject.toml --universal --extra embedded --extra onnx --extra dev --generate-hashes \
 	  --no-emit-index-url --no-header --python-version 3.11 --output-file requirements.lock
 
 COMPOSE = $$(docker compose version >/dev/null 2>&1 && echo "docker compose" || echo docker-compose) -f deploy/docker-compose.yml
