@@ -16,6 +16,7 @@ from rich.text import Text
 from deploy.local.admin_client import AdminClient
 from deploy.local.cluster import RunningCluster
 from deploy.local.home import ClusterProblem
+from roundhouse.cli.demo_loud import Errand, LoudTenant
 from roundhouse.cli.demo_requests import Answer, ask, open_client
 
 LOUD, QUIET = "acme", "globex"
@@ -75,18 +76,18 @@ class Tour:
             f"5. {LOUD} sends {LOUD_REQUESTS} requests at once, {QUIET} one each {QUIET_PERIOD_S * 1000:.0f} ms"
         )
         self._require(await ask(client, self._keys[QUIET], model, PROMPT, max_tokens=TOKENS))  # warm
-        alone = await self._quiet(client, model)
-        loud = [
-            asyncio.create_task(ask(client, self._keys[LOUD], model, PROMPT, max_tokens=TOKENS))
-            for _ in range(LOUD_REQUESTS)
-        ]
-        beside = await self._quiet(client, model)
+        errand = Errand(self._url, self._keys[LOUD], model, PROMPT, TOKENS, LOUD_REQUESTS)
         table = Table("tenant", "requests", "answered", "p50", "p99", box=None, pad_edge=False)
-        for name, answers in (
-            (f"{QUIET}, alone", alone),
-            (f"{QUIET}, beside {LOUD}", beside),
-            (f"{LOUD}, all at once", await asyncio.gather(*loud)),
-        ):
+        async with LoudTenant(errand) as loud:
+            alone = await self._quiet(client, model)
+            await loud.go()
+            beside = await self._quiet(client, model)
+            rows = {
+                f"{QUIET}, alone": alone,
+                f"{QUIET}, beside {LOUD}": beside,
+                f"{LOUD}, all at once": await loud.answers(),
+            }
+        for name, answers in rows.items():
             table.add_row(name, str(len(answers)), *_waits(answers))
         self._say("   time to first token:")
         self._console.print(table)
