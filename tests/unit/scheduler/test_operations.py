@@ -1,0 +1,100 @@
+"""Small pieces of the scheduler's operations: node states, where a wait went, refusals."""
+
+from roundhouse.vocabulary import NodeId, PoolName, PriorityClass
+from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, vocabulary_pb2
+from services.scheduler.domain.nodes import InstanceView, Residence
+from services.scheduler.domain.records import AttemptId, Standing, Ticket, Tokens, version_key
+from services.scheduler.operations import deliveries, places
+from services.scheduler.operations.nodes import NodeRegistry
+from tests.fakes.clock import ManualClock
+
+M = version_key("m", "sha256:1")
+POOL = PoolName("shared")
+
+
+def state(sequence: int, *, incarnation: str = "a", accepting: bool = True, sent_ms: int = 0) -> loading_pb2.NodeState:
+    return loading_pb2.NodeState(
+        node_id="n1",
+        sequence=sequence,
+        incarnation=incarnation,
+        sent_unix_ms=sent_ms,
+        pool=POOL,
+        accepting=accepting,
+        tiers=[vocabulary_pb2.TierBytes(tier=vocabulary_pb2.TIER_DEVICE, capacity=100, resident=30, reserved=20)],
+    )
+
+
+def test_the_newest_state_of_a_node_counts() -> None:
+    """An older sequence is ignored, a new process counts from one again, a late word of the old process is ignored."""
+    registry = NodeRegistry(ManualClock())
+    registry.observe(state(5, sent_ms=50))
+    registry.observe(state(4, accepting=False, sent_ms=40))
+    assert registry.nodes(POOL)[0].healthy
+    assert registry.nodes(POOL)[0].device_free == 50
+    registry.observe(state(1, incarnation="b", accepting=False, sent_ms=60))
+    registry.observe(state(6, sent_ms=55))
+    assert not registry.nodes(POOL)[0].healthy
+
+
+def test_a_silent_node_is_unhealthy_after_three_seconds_and_forgotten_later() -> None:
+    """Heard at 0: healthy at 2,999 ms, not at 3,000 ms; gone after a minute."""
+    clock = ManualClock()
+    registry = NodeRegistry(clock)
+    registry.observe(state(1))
+    health = []
+    for step_ms in (2_999, 1):
+        clock.advance(step_ms)
+        health.append(registry.any_healthy)
+    assert health == [True, False]
+    clock.advance(60_000)
+    assert registry.nodes(POOL) == ()
+
+
+def test_only_real_changes_wake_the_listeners() -> None:
+    """The same words a second later wake nobody."""
+    heard: list[PoolName] = []
+    registry = NodeRegistry(ManualClock())
+    registry.listen(heard.append)
+    for sequence in (1, 2, 3):
+        registry.observe(state(sequence))
+    registry.observe(state(4, accepting=False))
+    assert heard == [POOL, POOL]
+
+
+def ticket(enqueued_ms: int, granted_ms: int, *, ready_ms: int, stage_ms: int, load_ms: int) -> Ticket:
+    instance = InstanceView(M, Residence.READY, 1, 1, ready_ms, stage_ms, load_ms)
+    place = places.encode(scheduling_pb2.Placement(node_id=NodeId("n1")), instance)
+    request = scheduling_pb2.SubmitRequest(request_id="r", attempt=1, tenant_id="t", gateway_id="g", model="m")
+    return Ticket(
+        AttemptId("r/1"),
+        Standing.LAPSED,
+        request.SerializeToString(),
+        enqueued_ms,
+        M,
+        PriorityClass.STANDARD,
+        place,
+        granted_ms,
+        lease_expires_ms=granted_ms + 15_000,
+        ended_ms=granted_ms + 15_000,
+        used=Tokens(9, 3, 4),
+    )
+
+
+def test_a_wait_is_split_into_queue_stage_and_load() -> None:
+    """Queued at 1,000 and granted at 9,000 on an instance that was ready at 8,500 after 4 s of staging and 3 s of load:
+    8,000 = 1,000 + 4,000 + 3,000. It joined late: 2,000 = 0 + 0 + 2,000. It came after: all is queueing."""
+    times = {"ready_ms": 8_500, "stage_ms": 4_000, "load_ms": 3_000}
+    assert places.waits(ticket(1_000, 9_000, **times)) == places.Waits(1_000, 4_000, 3_000)
+    assert places.waits(ticket(7_000, 9_000, **times)) == places.Waits(0, 0, 2_000)
+    assert places.waits(ticket(8_600, 9_000, **times)) == places.Waits(400, 0, 0)
+
+
+def test_an_abandoned_attempt_is_billed_as_of_its_last_heartbeat() -> None:
+    """Invariant 14: the id is that of the gateway's own event. Lease 10 s, so the last heartbeat was 5 s after the
+    grant: it ran for 5,000 ms."""
+    event = deliveries.usage_event(ticket(0, 1_000, ready_ms=0, stage_ms=0, load_ms=0), "c1", 10_000)
+    assert (event.id, event.source, event.subject, event.time_unix_ms) == ("r/1", "c1", "t", 16_000)
+    assert (event.data.input_tokens, event.data.cached_tokens, event.data.output_tokens) == (9, 3, 4)
+    assert event.data.run_ms == 5_000
+    assert event.data.emitter == "scheduler"
+    assert event.data.outcome == vocabulary_pb2.OUTCOME_ABANDONED

@@ -1,0 +1,181 @@
+"""Placement as tables: who is loaded where, who leaves, and why somebody waits."""
+
+from dataclasses import replace
+
+from roundhouse.vocabulary import NodeId, PoolName, PriorityClass
+from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, VersionSpec
+from services.scheduler.domain.placement import (
+    Load,
+    Plan,
+    PoolView,
+    Reopen,
+    ResidencyPolicy,
+    Rotate,
+    Victim,
+    plan,
+)
+from services.scheduler.domain.records import (
+    DrainMark,
+    InstanceKey,
+    LaneDepth,
+    LoadClaim,
+    LoadFailure,
+    PoolState,
+    VersionKey,
+    instance_key,
+    version_key,
+)
+from services.scheduler.domain.viability import BackingOff, NoNode, TooBig, Viable, viability
+
+NOW = 1_000_000
+POLICY = ResidencyPolicy(quantum_ms=10_000, quantum_loads=2, patience_ms=2_000)
+A, B, C = (version_key(name, "sha256:1") for name in "abc")
+SPECS = {each: VersionSpec(each, 100) for each in (A, B, C)}
+
+
+def ready(version: VersionKey, *, since_ms: int = 0, size: int = 100, load_ms: int = 0) -> InstanceView:
+    return InstanceView(version, Residence.READY, size, 2, since_ms, 0, load_ms)
+
+
+def node(name: str, capacity: int, *instances: InstanceView, healthy: bool = True) -> NodeView:
+    used = sum(each.device_bytes for each in instances)
+    return NodeView(NodeId(name), PoolName("shared"), healthy, capacity, capacity - used, instances)
+
+
+def on(name: str, version: VersionKey) -> InstanceKey:
+    return instance_key(NodeId(name), version)
+
+
+def waiting(**waits_ms: int) -> PoolState:
+    """Queues with one request each, by model letter, and how long it has waited."""
+    depths = tuple(
+        LaneDepth(version_key(name, "sha256:1"), PriorityClass.STANDARD, 1, NOW - waited)
+        for name, waited in waits_ms.items()
+    )
+    return PoolState(1, depths, {}, {}, {}, {}, {})
+
+
+def decide(state: PoolState, *nodes: NodeView, specs: dict[VersionKey, VersionSpec] = SPECS) -> Plan:
+    return plan(PoolView(nodes, state, specs), POLICY, NOW)
+
+
+def reasons(decided: Plan) -> list[str]:
+    return [each.reason for each in decided.deferred]
+
+
+def test_a_cold_model_goes_where_most_memory_is_free() -> None:
+    """Free 100 and 200: the second."""
+    decided = decide(waiting(a=0), node("n1", 100), node("n2", 200))
+    assert decided.loads == (Load(A, NodeId("n2"), 100, (), "demand"),)
+
+
+def test_the_oldest_demand_is_placed_first_and_memory_is_spent_once() -> None:
+    """Room for one: b has waited longer; a waits for room."""
+    decided = decide(waiting(a=10, b=20), node("n1", 100))
+    assert [load.version for load in decided.loads] == [B]
+    assert reasons(decided) == ["no memory is free and no instance is idle"]
+
+
+def test_the_least_recently_used_idle_model_leaves() -> None:
+    """a was used at 5, b at 9: a leaves for c."""
+    state = replace(waiting(c=0), used_ms={on("n1", A): 5, on("n1", B): 9})
+    decided = decide(state, node("n1", 200, ready(A), ready(B)))
+    assert decided.loads == (Load(C, NodeId("n1"), 100, (Victim(on("n1", A), A),), "demand"),)
+
+
+def test_no_more_leave_than_needed() -> None:
+    """B22: 150 needed, 0 free; a (50) is oldest, then b (200): b alone is enough, so a stays."""
+    specs = {A: VersionSpec(A, 50), B: VersionSpec(B, 200), C: VersionSpec(C, 150)}
+    state = replace(waiting(c=0), used_ms={on("n1", A): 1, on("n1", B): 2})
+    decided = decide(state, node("n1", 250, ready(A, size=50), ready(B, size=200)), specs=specs)
+    assert [victim.version for victim in decided.loads[0].victims] == [B]
+
+
+def test_who_is_in_use_waited_for_or_pinned_stays() -> None:
+    """Invariant 8: a runs a request, b is waited for, c is pinned: none is idle for d."""
+    d = version_key("d", "sha256:1")
+    specs = SPECS | {C: VersionSpec(C, 100, pinned=True), d: VersionSpec(d, 100)}
+    state = replace(waiting(b=5, d=0), in_use={on("n1", A): 1})
+    decided = decide(state, node("n1", 300, ready(A), ready(B), ready(C)), specs=specs)
+    assert (decided.loads, decided.rotations) == ((), ())
+    assert reasons(decided) == ["no memory is free and no instance is idle"]
+
+
+def test_a_load_that_has_begun_is_not_begun_again() -> None:
+    """Invariant 7: claimed, or seen loading on a node."""
+    claim = LoadClaim(NodeId("n1"), "s1", NOW + 1, 100)
+    assert decide(replace(waiting(a=0), loads={A: claim}), node("n1", 100)).loads == ()
+    loading = InstanceView(A, Residence.LOADING, 100, 2, NOW)
+    assert decide(waiting(a=0), node("n1", 100, loading)).loads == ()
+
+
+def test_memory_of_a_claim_counts_before_the_loader_says_so() -> None:
+    """Free 100, but another replica has claimed it for b: a waits."""
+    state = replace(waiting(a=0), loads={B: LoadClaim(NodeId("n1"), "s1", NOW + 1, 100)})
+    assert decide(state, node("n1", 100)).loads == ()
+
+
+def test_unhealthy_and_backing_off_nodes_are_left_out() -> None:
+    """n1 is silent; on n2 the load of a failed and the pause has not ended; n3 takes it."""
+    state = replace(waiting(a=0), failures={(A, NodeId("n2")): LoadFailure(NOW + 1, 1, "broke")})
+    decided = decide(state, node("n1", 300, healthy=False), node("n2", 200), node("n3", 100))
+    assert [load.node_id for load in decided.loads] == ["n3"]
+
+
+def test_a_busy_model_is_closed_after_its_quantum() -> None:
+    """B24: a has been ready for 10 s and is busy; c has waited 2 s: a is closed. At 9.999 s it is not."""
+    for since_ms, expected in ((NOW - 10_000, (Rotate(Victim(on("n1", A), A), C),)), (NOW - 9_999, ())):
+        state = replace(waiting(a=0, c=2_000), in_use={on("n1", A): 2})
+        assert decide(state, node("n1", 100, ready(A, since_ms=since_ms))).rotations == expected
+
+
+def test_a_slow_load_earns_a_longer_stay() -> None:
+    """A load of 7 s earns 14 s: at 13.999 s the model may not be closed yet."""
+    for age_ms, closed in ((13_999, 0), (14_000, 1)):
+        state = replace(waiting(a=0, c=9_000), in_use={on("n1", A): 2})
+        busy = ready(A, since_ms=NOW - age_ms, load_ms=7_000)
+        assert len(decide(state, node("n1", 100, busy)).rotations) == closed
+
+
+def test_a_closed_model_is_replaced_once_it_runs_nothing() -> None:
+    """B24 and invariant 8: closed for c; with one running it waits, with none c is loaded, though a is waited for."""
+    mark = {on("n1", A): DrainMark(C, NOW + 1)}
+    busy = replace(waiting(a=50_000, c=9_000), drains=mark, in_use={on("n1", A): 1})
+    assert decide(busy, node("n1", 100, ready(A))).loads == ()
+    idle = replace(busy, in_use={})
+    assert decide(idle, node("n1", 100, ready(A))).loads == (
+        Load(C, NodeId("n1"), 100, (Victim(on("n1", A), A),), "demand"),
+    )
+
+
+def test_a_closed_model_is_opened_again_when_nobody_wants_its_memory() -> None:
+    """c's clients have left."""
+    state = replace(waiting(a=5), drains={on("n1", A): DrainMark(C, NOW + 1)})
+    assert decide(state, node("n1", 100, ready(A))).reopen == (Reopen(on("n1", A)),)
+
+
+def test_pinned_and_wanted_replicas_are_loaded_without_demand() -> None:
+    """a is pinned, b wants two replicas of which it has one."""
+    specs = {A: VersionSpec(A, 100, pinned=True), B: VersionSpec(B, 100, min_replicas=2)}
+    decided = decide(waiting(), node("n1", 200, ready(B)), node("n2", 100), specs=specs)
+    assert [(load.version, load.node_id, load.reason) for load in decided.loads] == [
+        (A, "n1", "prewarm"),
+        (B, "n2", "prewarm"),
+    ]
+
+
+def test_viability_tells_what_can_run() -> None:
+    """B13 and B22: too big for every node; no node; ready; cold; backing off with its cause."""
+    spec = SPECS[A]
+
+    def ask(state: PoolState, *nodes: NodeView, spec: VersionSpec = spec) -> object:
+        return viability(PoolView(nodes, state, SPECS), spec, NOW)
+
+    failed = replace(waiting(), failures={(A, NodeId("n1")): LoadFailure(NOW + 5, 2, "broke")})
+    assert ask(waiting(), node("n1", 99)) == TooBig(99)
+    assert ask(waiting()) == NoNode()
+    assert ask(waiting(), node("n1", 100, healthy=False)) == NoNode()
+    assert ask(waiting(), node("n1", 100, ready(A))) == Viable(2)
+    assert ask(waiting(), node("n1", 100)) == Viable(0)
+    assert ask(failed, node("n1", 100)) == BackingOff(NOW + 5, 2, "broke")
+    assert ask(failed, node("n1", 100), node("n2", 100)) == Viable(0)
