@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -67,7 +66,7 @@ class HuggingFaceCodec:
             text = self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._special)
         except TemplateRefusal as error:
             raise InvalidInput(str(error), param="messages") from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except Exception as error:  # a stranger's program may raise anything
             raise InvalidInput("The model's chat template does not take these messages.", param="messages") from error
         if len(text) > PROMPT_CHARACTERS_MAX:
             raise InvalidInput("The prompt is too long.", code="context_length_exceeded", param="messages")
