@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.local.admin_client import AdminClient
+from deploy.local.child import ChildProcess
 from deploy.local.cluster import RunningCluster, running_cluster
 from deploy.local.home import Home
 from deploy.local.parts import ClusterOptions
@@ -75,6 +76,12 @@ class Mesh:
         """Wait until every part is ready. Raises TimeoutError with the reason."""
         for part in self._cluster.plan.parts:
             wait_until(lambda name=part.name: self.why_not_ready(name), within_s=within_s)  # type: ignore[misc]
+
+    def process(self, part: str) -> ChildProcess:
+        """A part's process, to send signals to."""
+        child = self._cluster.supervisor.server(part).child
+        assert child is not None, f"{part} was never started"
+        return child
 
     def ops_url(self, part: str) -> str:
         """Where a service serves /health/ready and /metrics."""
