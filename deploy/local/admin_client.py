@@ -60,14 +60,18 @@ class AdminClient:
         return cast("dict[str, Any]", response.json())
 
 
-async def key_works(http_url: str, key: str) -> bool:
-    """Whether the gateway accepts a tenant's key. Raises ClusterProblem if it does not answer."""
+async def visible_models(http_url: str, key: str) -> list[str] | None:
+    """What a tenant's key may call, as the gateway lists it; None if the key does not work. Raises ClusterProblem."""
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=CALL_TIMEOUT_S) as http:
             answer = await http.get(f"{http_url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     except httpx.HTTPError as error:
         raise ClusterProblem(f"the gateway does not answer: {error or type(error).__name__}") from error
-    return answer.status_code != httpx.codes.UNAUTHORIZED
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        return None
+    if answer.is_error:
+        raise ClusterProblem(f"GET /v1/models: {_said(answer)}")
+    return [str(model["id"]) for model in answer.json()["data"]]
 
 
 def _said(response: httpx.Response) -> str:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.local.admin_client import AdminClient, key_works
+from deploy.local.admin_client import AdminClient, visible_models
 from deploy.local.cluster import RunningCluster
 from deploy.local.home import Home
 
@@ -55,7 +55,7 @@ async def _keep_keys(cluster: RunningCluster, admin: AdminClient, step: Step) ->
     tenants = [name for name in DEMO_TENANTS if name in (await admin.catalogue())["tenants"]]
     for number, tenant in enumerate(tenants, start=1):
         kept = cluster.secrets.tenant_keys.get(tenant)
-        if kept is None or not await key_works(cluster.plan.http_url, kept):
+        if kept is None or await visible_models(cluster.plan.http_url, kept) is None:
             cluster.secrets.tenant_keys[tenant] = await admin.create_key(tenant)
             cluster.home.write_secrets(cluster.secrets)
         step("keys", number, len(tenants))

@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from deploy.local.admin_client import AdminClient
+from deploy.local.admin_client import AdminClient, visible_models
 from deploy.local.bootstrap import bootstrap
 from deploy.local.cluster import RunningCluster, running_cluster
 from deploy.local.home import Home
@@ -67,7 +67,9 @@ async def _make_ready(cluster: RunningCluster, catalogue: Path | None, report: R
 
 async def _summary(cluster: RunningCluster, admin: AdminClient, started: float) -> Summary:
     catalogue = await admin.catalogue()
-    language = [name for name, model in catalogue["models"].items() if model["interface"] == "llm"]
+    key = next(iter(cluster.secrets.tenant_keys.values()), None)
+    visible = await visible_models(cluster.plan.http_url, key) if key is not None else None
+    language = [name for name in visible or () if catalogue["models"].get(name, {}).get("interface") == "llm"]
     return Summary(
         http_url=cluster.plan.http_url,
         grpc_address=f"127.0.0.1:{cluster.plan.grpc_port}",
