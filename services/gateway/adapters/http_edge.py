@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from roundhouse import telemetry
 from roundhouse.errors import RoundhouseError, Unauthenticated
 from services.gateway.adapters.http_errors import NoSuchRoute, WrongMethod, error_response, internal_error
-from services.gateway.domain.outcomes import ClientLeft
+from services.gateway.domain.outcomes import STATUS_CLIENT_LEFT, ClientLeft
 from services.gateway.ports import Caller
 
 log = structlog.get_logger(__name__)
@@ -143,7 +143,7 @@ def _access_line(scope: Scope, status: int, started: float) -> None:
         "request",
         route=_route_of(scope),
         method=scope["method"] if scope["method"] in _METHODS else "OTHER",
-        status=status,
+        status=status or STATUS_CLIENT_LEFT,
         duration_ms=round((time.perf_counter() - started) * 1000),
         tenant_id=caller.tenant_id if caller else None,
         key_id=caller.key_id if caller else None,

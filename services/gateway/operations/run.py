@@ -78,7 +78,12 @@ class Run:
                 return
             except (EngineFailed, Unavailable) as error:
                 attempt = self._attempt
-                if number == ATTEMPTS_MAX or attempt is None or attempt.grant is None or attempt.output_tokens:
+                if (
+                    number == ATTEMPTS_MAX
+                    or attempt is None
+                    or attempt.grant is None
+                    or attempt.first_token_ms is not None
+                ):
                     raise
                 log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
                 await finished_anyway(self.finish(error))
@@ -288,6 +293,11 @@ class Run:
             code = error.code if isinstance(error, RoundhouseError) else None
             attributes["error.type"] = code or type(error).__name__
         return attributes
+
+
+def _may_run_again(attempt: Attempt) -> bool:
+    """Whether an engine had it and the client has seen nothing of it yet."""
+    return attempt.grant is not None and attempt.first_token_ms is None
 
 
 def pool_of(work: Work) -> PoolName:

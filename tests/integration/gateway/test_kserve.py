@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 
+from roundhouse.catalogue.records import Limits
 from roundhouse.vocabulary import Outcome
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from tests.fakes.inference_node import FakeNode
 from tests.integration.gateway.running_gateway import KEYS, RunningGateway, until
+from tests.unit.gateway.gateway_world import catalogue
 
 VALUES = np.array([[1.5, -2.0, 3.25]], dtype=np.float32)
 ONE_INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1.5, -2.0, 3.25]}
@@ -211,6 +215,31 @@ async def test_a_caller_that_cancels_ends_the_call(gateway: RunningGateway, stub
     call.cancel()
     [event] = await gateway.usage(1)
     assert Outcome.from_wire(event.data.outcome) is Outcome.CANCELLED
+
+
+async def test_a_stream_of_calls_goes_on_after_a_wrong_one(gateway: RunningGateway) -> None:
+    """Each call of `ModelStreamInfer` is answered in order, a wrong one by its text; two usage events."""
+    metadata = (("authorization", f"Bearer {KEYS['t1']}"),)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.addresses.grpc}") as channel:
+        stub = kserve_grpc.GRPCInferenceServiceStub(channel)
+        calls = [request_of(), request_of(raw=b"short"), request_of()]
+        replies = [reply async for reply in stub.ModelStreamInfer(iter(calls), metadata=metadata, timeout=10)]
+    assert [bool(reply.error_message) for reply in replies] == [False, True, False]
+    assert replies[2].infer_response.raw_output_contents[0] == VALUES.tobytes()
+    await gateway.usage(2)
+
+
+async def test_a_limit_is_resource_exhausted_with_its_delay(gateway: RunningGateway, stub: Any) -> None:
+    """Case B12 over gRPC: RESOURCE_EXHAUSTED carries RetryInfo."""
+    gateway.catalogue.replace(catalogue(limits=Limits(requests_per_minute=1)))
+    metadata = (("authorization", f"Bearer {KEYS['t1']}"),)
+    await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=5, metadata=metadata)
+    error = await grpc_status(stub, request_of())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    [detail] = rpc_status.from_call(error).details
+    retry = error_details_pb2.RetryInfo()
+    assert detail.Unpack(retry)
+    assert 0 < retry.retry_delay.ToMilliseconds() <= 60_000
 
 
 async def test_parameters_that_name_a_tenant_change_nothing(gateway: RunningGateway) -> None:
