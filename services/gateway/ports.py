@@ -30,7 +30,7 @@ class KeyDirectory(Protocol):
         """Who calls. Raises Unauthenticated (unknown, revoked or expired: one message for all), Unavailable.
 
         `fresh` asks the store whether the key is still alive: for what does not go through `Admission.admit`, which
-        asks by itself. Without it a revoked key may be named for a few seconds more."""
+        asks by itself. Without it a revoked key may be named for a second more."""
         ...
 
 
@@ -219,8 +219,8 @@ class TextCodec(Protocol):
         """Whether the chat template has a place for tools."""
         ...
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text. Long texts are encoded off the event loop."""
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+        """Token ids of each text. Much text is encoded off the event loop."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

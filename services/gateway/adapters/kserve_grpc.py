@@ -23,6 +23,7 @@ from services.gateway.adapters.kserve_bodies import refuse_unsupported
 from services.gateway.adapters.kserve_rest import EXTENSIONS, NOT_FOR_TENANTS, SERVER_NAME, known_signature
 from services.gateway.adapters.kserve_values import tensor_of_contents
 from services.gateway.adapters.model_signatures import NodeSignatures
+from services.gateway.adapters.offload import sized
 from services.gateway.domain.tensors import Tensor
 from services.gateway.operations.infer_tensors import VERSION, TensorCall, TensorWork
 from services.gateway.operations.resolve_model import RequestContext
@@ -101,9 +102,8 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         where = RequestContext(RequestId(uuid.uuid4().hex), caller, self._deadline_unix_ms(context))
         self._work.visible(caller, request.model_name, request.model_version)
         refuse_unsupported(request.parameters)
-        call = TensorCall(
-            request.model_name, request.model_version, inputs_of(request), tuple(o.name for o in request.outputs)
-        )
+        inputs = await sized(request.ByteSize(), inputs_of, request)
+        call = TensorCall(request.model_name, request.model_version, inputs, tuple(o.name for o in request.outputs))
         work = await self._work.work(call, where)
         reply = kserve.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         async with run_request(self._parts, work) as run:

@@ -22,6 +22,7 @@ from services.gateway.adapters.http_edge import EdgeRoute
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.adapters.kserve_bodies import HEADER_LENGTH, InferBody, infer_answer, parse_infer
 from services.gateway.adapters.model_signatures import NodeSignatures
+from services.gateway.adapters.offload import sized
 from services.gateway.adapters.openai_answers import answered
 from services.gateway.adapters.rate_headers import rate_limit_headers, timing_headers
 from services.gateway.domain.tensors import ModelSignature, TensorSpec
@@ -122,7 +123,8 @@ class KServeRoutes:
         context = self._reader.context(request)
         name, version = request.path_params["model"], request.path_params.get("version", "")
         self._work.visible(context.caller, name, version)
-        body = parse_infer(await self._reader.body(request), request.headers.get(HEADER_LENGTH))
+        data = await self._reader.body(request)
+        body = await sized(len(data), parse_infer, data, request.headers.get(HEADER_LENGTH))
         work = await self._work.work(TensorCall(name, version, body.inputs, body.outputs), context)
         return _InferAnswer(self._parts, work, name, body)
 
@@ -152,7 +154,8 @@ class _InferAnswer:
                 if not isinstance(piece, Waiting) and isinstance(piece.piece, TensorReply):
                     reply = piece.piece
             assert reply is not None, "events end with a reply or an error"
-            data, json_length = infer_answer(self._model, VERSION, self._body, reply.outputs)
+            size = sum(len(tensor.data) for tensor in reply.outputs)
+            data, json_length = await sized(size, infer_answer, self._model, VERSION, self._body, reply.outputs)
             headers = [
                 (b"content-type", b"application/json" if json_length is None else b"application/octet-stream"),
                 (b"content-length", str(len(data)).encode()),

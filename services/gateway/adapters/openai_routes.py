@@ -14,6 +14,7 @@ from roundhouse.clock import Clock
 from roundhouse.errors import NotFound
 from services.gateway.adapters.http_edge import EdgeRoute
 from services.gateway.adapters.http_requests import RequestReader
+from services.gateway.adapters.offload import sized
 from services.gateway.adapters.openai_answers import AnswerStyle, EmbeddingAnswer, GenerationAnswer
 from services.gateway.adapters.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, parse_body
 from services.gateway.adapters.openai_work import OpenAIWork
@@ -48,7 +49,8 @@ class OpenAIRoutes:
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         context = self._reader.context(request)
-        body = parse_body(await self._reader.body(request), ChatBody)
+        data = await self._reader.body(request)
+        body = await sized(len(data), parse_body, data, ChatBody)
         prepared = await self._work.chat(body, context)
         style = AnswerStyle(chat=True, stream=body.stream, include_usage=body.include_usage)
         return GenerationAnswer(self._parts, prepared, style)
@@ -56,7 +58,8 @@ class OpenAIRoutes:
     async def completion(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         context = self._reader.context(request)
-        body = parse_body(await self._reader.body(request), CompletionBody)
+        data = await self._reader.body(request)
+        body = await sized(len(data), parse_body, data, CompletionBody)
         prepared = await self._work.completion(body, context)
         style = AnswerStyle(chat=False, stream=body.stream, include_usage=body.include_usage, echo=body.echo)
         return GenerationAnswer(self._parts, prepared, style)
@@ -64,7 +67,8 @@ class OpenAIRoutes:
     async def embedding(self, request: Request) -> ASGIApp:
         """POST /v1/embeddings."""
         context = self._reader.context(request)
-        body = parse_body(await self._reader.body(request), EmbeddingBody)
+        data = await self._reader.body(request)
+        body = await sized(len(data), parse_body, data, EmbeddingBody)
         prepared = await self._work.embedding(body, context)
         return EmbeddingAnswer(self._parts, prepared, as_base64=body.encoding_format == "base64")
 

@@ -79,7 +79,8 @@ class OpenAIWork:
             )
         text = await resolved.codec.render_chat(messages, tools)
         # The template writes the model's special tokens itself.
-        prompt = Prompt(text, await resolved.codec.encode(text, add_special_tokens=False))
+        [token_ids] = await resolved.codec.encode([text], add_special_tokens=False)
+        prompt = Prompt(text, token_ids)
         return self._generation(
             "chat", context, resolved, [prompt], sampling, CHAT_OUTPUT_TOKENS_DEFAULT, param="messages"
         )
@@ -91,7 +92,7 @@ class OpenAIWork:
         if len(given) * sampling.n > CALLS_MAX:
             raise InvalidInput(f"prompts times 'n' may be at most {CALLS_MAX}.", param="n")
         resolved = await self._resolve(body.model, context.caller)
-        prompts = [await _prompt(one, resolved.codec, "prompt") for one in given]
+        prompts = await _prompts(given, resolved.codec, "prompt")
         return self._generation(
             "completion", context, resolved, prompts, sampling, COMPLETION_OUTPUT_TOKENS_DEFAULT, param="prompt"
         )
@@ -101,7 +102,7 @@ class OpenAIWork:
         body.check()
         given = prompts_of(body.input, param="input", at_most=EMBEDDING_INPUTS_MAX)
         resolved = await self._resolve(body.model, context.caller)
-        prompts = [await _prompt(one, resolved.codec, "input") for one in given]
+        prompts = await _prompts(given, resolved.codec, "input")
         for prompt in prompts:
             check_input(resolved.model, prompt_tokens=len(prompt.token_ids), param="input")
         calls = [self._call(context, resolved, prompt, "", phase="embed") for prompt in prompts]
@@ -211,9 +212,13 @@ def _digest_bytes(digest: str) -> bytes:
     return bytes.fromhex(digest.removeprefix("sha256:"))
 
 
-async def _prompt(given: str | list[int], codec: TextCodec, param: str) -> Prompt:
-    if isinstance(given, str):
-        return Prompt(given, await codec.encode(given, add_special_tokens=True))
-    if any(not 0 <= token < codec.vocabulary_size for token in given):
+async def _prompts(given: list[str | list[int]], codec: TextCodec, param: str) -> list[Prompt]:
+    """Texts with their token ids; `given` has one kind only. Raises InvalidInput for an id that the model lacks."""
+    texts = [one for one in given if isinstance(one, str)]
+    if texts:
+        encoded = await codec.encode(texts, add_special_tokens=True)
+        return [Prompt(text, ids) for text, ids in zip(texts, encoded, strict=True)]
+    lists = [one for one in given if isinstance(one, list)]
+    if any(not 0 <= token < codec.vocabulary_size for one in lists for token in one):
         raise InvalidInput("a token id is not in the model's vocabulary.", param=param)
-    return Prompt(codec.decode(given), tuple(given))
+    return [Prompt(codec.decode(one), tuple(one)) for one in lists]

@@ -39,14 +39,16 @@ class HuggingFaceCodec:
         self._template = _environment().from_string(source) if source is not None else None
         self.renders_tools: bool = source is not None and "tools" in source
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
         """See `TextCodec.encode`."""
-        if len(text) <= INLINE_CHARACTERS_MAX:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        if sum(map(len, texts)) <= INLINE_CHARACTERS_MAX:
+            return self._encode(texts, add_special_tokens)
+        return await asyncio.to_thread(self._encode, texts, add_special_tokens)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
+        # One by one, not `encode_batch`: its pool of threads would take the cores of everyone else on the machine.
+        encode = self._tokenizer.encode
+        return [tuple(encode(text, add_special_tokens=add_special_tokens).ids) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `TextCodec.decode`."""
