@@ -44,7 +44,7 @@ _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _ACCEPT_KEEPALIVE: list[tuple[str, int]] = [
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
 ]
