@@ -43,6 +43,7 @@ class Part:
     tier: Tier
     ready: Probe
     ops_port: int = 0
+    hung_after_s: float = 30.0  # no answer to `program.probe` for so long: killed and started again; a guess
 
     @property
     def name(self) -> str:
@@ -181,7 +182,7 @@ class _ServiceMaker:
         }
         part = self.service("gateway", "gateway", Tier.EDGE, http, settings)
         # It is alive before it has connected to its stores; it serves when its ports do.
-        serves = partial(first_reason, *(partial(listening_probe, port) for port in edge))
+        serves = partial(first_reason, part.program.probe, *(partial(listening_probe, port) for port in edge))
         return replace(part, program=replace(part.program, probe=serves))
 
     def node(self, node_id: str, number: int) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Starts the parts in order, restarts what crashes, and stops all in reverse order.
+"""Starts the parts in order, restarts what crashes or hangs, and stops all in reverse order.
 
 What it does not do: decide whether the mesh works as a whole; each part's readiness says that. A restart keeps port,
 data and settings, so that nobody has to be told. Invariant: after `stop`, no process of any part is alive.
@@ -18,6 +18,7 @@ from deploy.local.server import LocalServer, PartFailed
 
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_LIMIT_S = 15.0  # a guess: long enough not to fill the log, short enough for a person who waits
+GUARD_INTERVAL_S = 2.0  # a part costs a connection each turn
 STEADY_AFTER_S = 30.0  # a part that ran this long starts its back-off anew
 
 Result = TypeVar("Result")
@@ -29,6 +30,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     CRASHED = "crashed"
+    HUNG = "hung"
     FAILED = "failed"
     STOPPING = "stopping"
     STOPPED = "stopped"
@@ -66,7 +68,9 @@ class Supervisor:
         """Start the stores and engines, then our services. Raises PartFailed; then call `stop`."""
         await self._start_together(self._of(lambda tier: tier <= Tier.ENGINE))
         await self._start_together(self._of(lambda tier: tier > Tier.ENGINE))
-        self._watchers = [asyncio.create_task(self._watch(part), name=f"watch-{part.name}") for part in self._parts]
+        for part in self._parts:
+            self._watchers.append(asyncio.create_task(self._watch(part), name=f"watch-{part.name}"))
+            self._watchers.append(asyncio.create_task(self._guard(part), name=f"guard-{part.name}"))
 
     async def wait_ready(self, within_s: float) -> None:
         """Wait until every part can work. Raises PartFailed with the first reason."""
@@ -164,6 +168,18 @@ class Supervisor:
             except PartFailed as failure:
                 self._listener(PartEvent(part.name, Phase.FAILED, str(failure).partition("\n")[0]))
                 await self._in_thread(self._servers[part.name].kill)
+
+    async def _guard(self, part: Part) -> None:
+        """Kill a part that runs but does not answer any more; `_watch` starts it again."""
+        server = self._servers[part.name]
+        answered = time.monotonic()
+        while True:
+            await asyncio.sleep(min(GUARD_INTERVAL_S, part.hung_after_s / 2))
+            if not server.alive or await self._in_thread(part.program.probe) is None:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > part.hung_after_s:
+                self._listener(PartEvent(part.name, Phase.HUNG, f"does not answer for {part.hung_after_s:.0f} s"))
+                await self._in_thread(server.kill)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

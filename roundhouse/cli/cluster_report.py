@@ -128,7 +128,7 @@ class TerminalReport:
         since = self._rows[event.part][2] if event.part in self._rows else now
         ended = now if event.phase is Phase.SERVING else None
         self._rows[event.part] = (event.phase, event.detail, since, ended)
-        if not self._showing and event.phase in (Phase.CRASHED, Phase.FAILED):
+        if not self._showing and event.phase in (Phase.CRASHED, Phase.HUNG, Phase.FAILED):
             self.note(f"{event.part} {event.detail}")
         elif not self._showing and event.phase is Phase.SERVING:
             self.note(f"{event.part} serves ({now - since:.1f} s)")

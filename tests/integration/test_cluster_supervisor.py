@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,22 @@ async def test_a_part_held_down_stays_down_until_released(tmp_path: Path) -> Non
         assert not supervisor.server("scheduler").alive
         supervisor.release("scheduler")
         await seen(events, "scheduler", Phase.SERVING, times=2)
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_part_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    """Case B48: SIGSTOP for longer than `hung_after_s` (1 s): it is said, and another process serves on the port."""
+    events: list[PartEvent] = []
+    part = replace(web_part("triton-1", Tier.ENGINE, tmp_path), hung_after_s=1.0)
+    supervisor = Supervisor((part,), events.append)
+    await supervisor.start()
+    try:
+        child = supervisor.server("triton-1").child
+        assert child is not None
+        child.send_signal(signal.SIGSTOP)
+        await seen(events, "triton-1", Phase.SERVING, times=2)
+        assert [event.detail for event in events if event.phase is Phase.HUNG] == ["does not answer for 1 s"]
     finally:
         await supervisor.stop()
 
