@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from roundhouse.catalogue.records import Limits, Model
+from roundhouse.errors import EngineFailed
 from roundhouse.vocabulary import KeyId, Outcome, RequestId, TenantId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
 from services.gateway.domain.tensors import ModelSignature, Tensor
@@ -137,6 +138,10 @@ class TensorReply:
     """The answer to a `TensorRequest`."""
 
     outputs: tuple[Tensor, ...]
+
+
+class InstanceBroken(EngineFailed):
+    """The instance is dead: no request will work there until its model is unloaded and loaded again."""
 
 
 class InferenceNode(Protocol):

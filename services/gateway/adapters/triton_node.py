@@ -1,10 +1,12 @@
 """`InferenceNode` on real Triton servers: one gRPC channel a node, one stream a request.
 
 Cancelling the stream cancels the request on the node (tried: the model's `is_cancelled()` turns true). The channel's
-keepalive notices a dead or stopped node within 15 s; a node that answers pings but produces nothing is bounded by the
-deadline. Decision: docs/decisions/0091-triton-streams.md.
+keepalive notices a dead or stopped node within 15 s; a model process that died on a living node is found by
+`silent_streams`; anything else that produces nothing is bounded by the deadline.
+Decision: docs/decisions/0091-triton-streams.md.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 from typing import Any, NoReturn
@@ -16,8 +18,9 @@ from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 from roundhouse.errors import DeadlinePassed, EngineFailed, InvalidInput
 from roundhouse.grpc_edge import open_channel
 from roundhouse.wire.v1.scheduling_pb2 import Placement
+from services.gateway.adapters.silent_streams import SilenceWatch, says_dead
 from services.gateway.adapters.triton_tensors import chunk_of, generate_message, infer_message, reply_of
-from services.gateway.ports import EngineChunk, EngineRequest, TensorReply, TensorRequest
+from services.gateway.ports import EngineChunk, EngineRequest, InstanceBroken, TensorReply, TensorRequest
 
 log = structlog.get_logger(__name__)
 
@@ -38,15 +41,24 @@ class TritonNodes:
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `InferenceNode.generate`."""
         message = generate_message(placement.triton_model_name, request)
-        call = self._stub(placement).ModelStreamInfer(iter((message,)), timeout=timeout_ms / 1000)
+        stub = self._stub(placement)
+        call = stub.ModelStreamInfer(iter((message,)), timeout=timeout_ms / 1000)
+        watch = SilenceWatch(stub, call, placement.triton_model_name)
         try:
-            async for reply in call:
-                if reply.error_message:
-                    raise engine_error(reply.error_message, placement)
-                if reply.infer_response.outputs:  # an empty one only marks the end
-                    yield chunk_of(reply.infer_response)
+            async with watch:
+                async for reply in call:
+                    watch.heard()
+                    if reply.error_message:
+                        raise engine_error(reply.error_message, placement)
+                    if reply.infer_response.outputs:  # an empty one only marks the end
+                        yield chunk_of(reply.infer_response)
         except grpc.aio.AioRpcError as error:
             _raise(error, placement)
+        except asyncio.CancelledError:
+            if not watch.dead:
+                raise
+            log.warning("engine_died", node=placement.node_id, model=placement.triton_model_name)
+            raise InstanceBroken("The engine died while it ran the request.") from None
         finally:
             call.cancel()  # no effect on a stream that has ended
 
@@ -80,6 +92,9 @@ def engine_error(text: str, placement: Placement) -> InvalidInput | EngineFailed
         return InvalidInput(found["why"], param=found["param"])
     if (found := _TOO_LONG.search(text)) is not None:
         return InvalidInput(found["why"], code="context_length_exceeded")
+    if says_dead(text):
+        log.warning("engine_dead", node=placement.node_id, model=placement.triton_model_name)
+        return InstanceBroken("The engine that was to run the request is dead.")
     code = text.partition(":")[0][:CODE_CHARACTERS_MAX]
     log.warning("engine_failed", node=placement.node_id, model=placement.triton_model_name, code=code)
     return EngineFailed("The engine failed while it ran the request.")
