@@ -14,6 +14,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
+PLUGINS = Path(sys.executable).parent  # beside this interpreter, whether or not its folder is on the PATH
 TARGET = ROOT.parent / "roundhouse" / "wire" / "v1"
 
 
@@ -23,6 +24,7 @@ def generate(target: Path) -> None:
         sources = sorted(str(path) for path in (ROOT / "roundhouse" / "v1").glob("*.proto"))
         well_known = str(resources.files("grpc_tools") / "_proto")
         arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}"]
+        arguments += [f"--plugin=protoc-gen-{kind}={PLUGINS / f'protoc-gen-{kind}'}" for kind in ("mypy", "mypy_grpc")]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "mypy", "grpc_python", "mypy_grpc")]
         if protoc.main(arguments + sources) != 0:
             sys.exit("protoc failed: see above")
