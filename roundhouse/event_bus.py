@@ -114,6 +114,11 @@ class NatsBus:
         return bool(self._client.is_connected)
 
     @property
+    def client(self) -> Client:
+        """The connection itself, for adapters that speak more of NATS than this port, such as pull requests."""
+        return self._client
+
+    @property
     def jetstream(self) -> JetStreamContext:
         """The JetStream context, for consumers and key-value buckets."""
         return self._jetstream
@@ -177,7 +182,10 @@ class NatsBus:
                 await self._client.flush(timeout=2)
         except (NatsError, TimeoutError):
             log.warning("bus_flush_failed", action="close")
-        await self._client.close()
+        try:
+            await self._client.close()
+        except (NatsError, OSError):
+            log.warning("bus_close_failed", action="close")  # the server was away: there is nothing left to close
 
     async def _on_error(self, error: Exception) -> None:
         log.warning("bus_error", error=type(error).__name__)
