@@ -104,7 +104,7 @@ async def test_a_revoked_admin_key_is_refused_at_once(world: World) -> None:
 
 
 async def test_even_code_that_does_not_ask_forgets_a_revoked_key_soon(world: World) -> None:
-    """B06: without `fresh` and without admission, 5 s is the bound."""
+    """B06: without `fresh` and without admission, a second is the bound."""
     await world.add(K1)
     await world.b.identify(K1)
     await world.registry.revoke(KeyId("key-1"), world.clock.now_ms())
