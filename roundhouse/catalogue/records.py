@@ -64,7 +64,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     priority_class: PriorityClass = PriorityClass.STANDARD
     limits: Limits = Limits()
     budget: Budget | None = None
-    isolation: str = "shared"
+    isolation: str = "shared"  # or the name of the pool that its requests run in
     models: tuple[str, ...] = ("*",)  # glob patterns of visible names
 
 

@@ -97,7 +97,7 @@ class TenantShape(Shape):
     priority_class: Literal["interactive", "standard", "batch"] = Field(default="standard", alias="class")
     limits: LimitsShape = LimitsShape()
     budget: BudgetShape | None = None
-    isolation: Literal["shared", "dedicated"] = "shared"
+    isolation: Name = "shared"  # or the pool that this tenant's requests run in
     models: list[Pattern] = Field(default_factory=lambda: ["*"])
 
 
