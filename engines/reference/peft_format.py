@@ -50,6 +50,10 @@ class AdapterError(InvalidRequest):
         super().__init__("adapter", why)
 
 
+class AdapterMismatch(Exception):
+    """The folder does not hold the version that the catalogue names: nobody's request is at fault (invariant 10)."""
+
+
 class AdapterCache:
     """The adapters last used, at most `capacity`; requests that run keep theirs alive whatever is dropped here."""
 
@@ -62,19 +66,36 @@ class AdapterCache:
         self._lock = Lock()
 
     def get(self, path: str, digest: str) -> LoraAdapter:
-        """The adapter in folder `path`, loaded when it is not in memory; raises `AdapterError`.
+        """The adapter in folder `path`, loaded when it is not in memory; raises `AdapterError`, `AdapterMismatch`.
 
-        The digest is part of the key, so new content under an old path is loaded anew. Thread-safe.
+        The digest is part of the key, so new content under an old path is loaded anew; a digest of the catalogue's
+        kind (`sha256:…`) is checked against the files. Thread-safe.
         """
         with self._lock:
             adapter = self._adapters.get((path, digest))
             if adapter is None:
+                check_digest(Path(path), digest)
                 adapter = load_adapter(Path(path), self._config, self._rank_max)
                 self._adapters[path, digest] = adapter
             self._adapters.move_to_end((path, digest))
             while len(self._adapters) > self._capacity:
                 self._adapters.popitem(last=False)
             return adapter
+
+
+def check_digest(folder: Path, digest: str) -> None:
+    """Raise `AdapterMismatch` unless the files have the catalogue's digest; other digests are only names."""
+    if not digest.startswith("sha256:"):
+        return
+    from roundhouse.catalogue.digests import version_digest  # only adapters need it: a cold load stays quick
+    from roundhouse.errors import RoundhouseError
+
+    try:
+        found = version_digest(folder)
+    except RoundhouseError as error:
+        raise AdapterMismatch(f"{folder.name} cannot be read") from error
+    if found != digest:
+        raise AdapterMismatch(f"{folder.name} has another digest than the catalogue names")
 
 
 def load_adapter(folder: Path, config: ModelConfig, rank_max: int) -> LoraAdapter:

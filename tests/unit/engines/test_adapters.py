@@ -12,7 +12,8 @@ import pytest
 from engines.checkpoint_writer import safetensors_bytes
 from engines.reference.checkpoint import read_safetensors
 from engines.reference.model_config import load_model_config
-from engines.reference.peft_format import AdapterCache, AdapterError, load_adapter
+from engines.reference.peft_format import AdapterCache, AdapterError, AdapterMismatch, load_adapter
+from roundhouse.catalogue.digests import version_digest
 from tests.builders.checkpoints import random_adapter, random_checkpoint
 from tests.unit.engines.engine_driver import make_request, open_model, run_one, run_requests
 
@@ -110,3 +111,21 @@ def test_the_least_recently_used_adapter_is_dropped(base: Path, tmp_path: Path) 
         cache.get(paths["b"], "1")
     with pytest.raises(AdapterError):
         cache.get(paths["a"], "2")
+
+
+def test_an_adapter_is_applied_only_if_it_is_what_the_catalogue_names(base: Path, tmp_path: Path) -> None:
+    """Invariant 10: the right digest loads; one changed byte, or a folder that is gone, is a fault of the node."""
+    cache = AdapterCache(load_model_config(base), capacity=1, rank_max=64)
+    folder = random_adapter(tmp_path / "a", base)
+    digest = version_digest(folder)
+    assert cache.get(str(folder), digest).rank == 4
+    cache.get(str(random_adapter(tmp_path / "b", base)), "1")  # a leaves the memory
+    weights = folder / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(AdapterMismatch):
+        cache.get(str(folder), digest)
+    shutil.rmtree(folder)
+    with pytest.raises(AdapterMismatch):
+        cache.get(str(folder), digest)
