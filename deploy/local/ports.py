@@ -1,7 +1,8 @@
 """Free TCP ports of this machine.
 
 Ports are drawn below the kernel's ephemeral range, so that an outgoing connection cannot take one between the draw and
-the start of the server that gets it. Two draws at the same moment can still meet: the server then fails to start.
+the start of the server that gets it. A process never draws a port twice: a cluster's ports are drawn long before its
+servers listen. Two processes that draw at the same moment can still meet: the server then fails to start.
 """
 
 import random
@@ -10,6 +11,7 @@ import socket
 FIRST_PORT = 20_000  # above registered services of note, below 32768 where Linux begins its ephemeral range
 LAST_PORT = 32_000
 _chance = random.SystemRandom()
+_drawn: set[int] = set()
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -25,11 +27,12 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different free ports. Raises RuntimeError when none is left."""
+    """`count` free ports that this process has not drawn before. Raises RuntimeError when none is left."""
     found: list[int] = []
     for port in _chance.sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
         if len(found) == count:
             return found
-        if is_free(port):
+        if port not in _drawn and is_free(port):
+            _drawn.add(port)
             found.append(port)
     raise RuntimeError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
