@@ -7,7 +7,9 @@ served all the same, nobody hears of them, and readiness says so.
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import structlog
 
@@ -21,17 +23,23 @@ from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.wire.v1 import kv_pb2_grpc
 from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer
 from services.kvstore.adapters.metrics import table_metrics
+from services.kvstore.adapters.segment_files import PAGE, SegmentFiles
 from services.kvstore.adapters.shm_arena import shm_arena
 from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.disk_index import DiskIndex
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
+from services.kvstore.operations.disk_tier import DiskParts, DiskTier
 from services.kvstore.operations.serve_blocks import BlockService
+from services.kvstore.ports import BlockArena, DiskFault
 from services.kvstore.settings import KvStoreSettings
 
 log = structlog.get_logger(__name__)
 
 EXPIRY_INTERVAL_MS = 100  # how long memory of a dead client stays held after its lease, if nobody calls meanwhile
 ANNOUNCE_INTERVAL_MS = 100  # placement may lag this far behind; one message a turn instead of one a block
+WRITE_INTERVAL_MS = 20  # a block that earned its place waits this long, twice at most
+DISK_THREADS = 4  # one writer, and reads deep enough for one NVMe drive's bandwidth at 1 MiB
 STOP_GRACE_S_MAX = 2.0  # calls take milliseconds
 
 
@@ -59,6 +67,28 @@ class _BusLink:
             await self._owned.close()
 
 
+async def _open_disk(
+    stack: AsyncExitStack, settings: KvStoreSettings, table: BlockTable, arena: BlockArena, clock: Clock
+) -> DiskTier | None:
+    """The disk tier, or None: a node without a usable disk serves from memory, and says so in its log."""
+    if not settings.data_dir:
+        return None
+    try:
+        files = SegmentFiles(Path(settings.data_dir), settings.disk_segment_bytes)
+    except DiskFault as fault:
+        log.error("no_disk_tier", text=str(fault))
+        return None
+    stack.callback(files.close)
+    threads = stack.enter_context(ThreadPoolExecutor(DISK_THREADS, "disk"))
+    index = DiskIndex(settings.disk_bytes, settings.disk_segment_bytes, settings.disk_salt_bytes)
+    pages = settings.slot_bytes % PAGE == 0
+    parts = DiskParts(table, arena, files, index, clock, threads, settings.disk_segment_bytes, pages)
+    disk = DiskTier(parts)
+    await disk.open()
+    stack.push_async_callback(disk.close)
+    return disk
+
+
 def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock: Clock | None = None) -> Application:
     """The kvstore of one node. Tests may pass a bus and a clock. Starting raises Unavailable (arena, port)."""
 
@@ -69,7 +99,8 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
             maker = shm_arena(settings.arena_file, settings.arena_bytes)
             arena = await asyncio.to_thread(stack.enter_context, maker)
             table = BlockTable(SlotArena(settings.arena_bytes, settings.slot_bytes), incarnation)
-            service = BlockService(table, arena, clock or SystemClock())
+            disk = await _open_disk(stack, settings, table, arena, clock or SystemClock())
+            service = BlockService(table, arena, clock or SystemClock(), disk)
             stack.enter_context(table_metrics(telemetry.REGISTRY, service.statistics, settings.slot_bytes))
 
             server = GrpcServer()
@@ -89,6 +120,8 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
                 readiness.set("nats", reason=None if connected else "NATS does not answer")
                 await announcer.announce(service.take_changes(), link.bus)
 
+            if disk is not None:
+                lifecycle.every(WRITE_INTERVAL_MS, disk.write_turn, "write blocks to disk")
             lifecycle.every(EXPIRY_INTERVAL_MS, service.expire_leases, "expire leases")
             lifecycle.every(ANNOUNCE_INTERVAL_MS, announce, "announce blocks")
             ops_port = await stack.enter_async_context(serve_ops(readiness, settings.bind_host, settings.ops_port))

@@ -1,6 +1,6 @@
 """What a kvstore needs to know of its node. Read once, at start, from the environment."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from roundhouse.environment import ServiceSettings
 
@@ -17,6 +17,17 @@ class KvStoreSettings(ServiceSettings):
     )
     arena_bytes: int = Field(default=256 * MIB, gt=0, description="size of the arena, taken whole at start")
     slot_bytes: int = Field(default=4096, ge=64, description="smallest slot, bytes; a page keeps copies aligned")
+
+    data_dir: str = Field(default="", description="folder of the blocks on disk, for this node alone; empty = no disk")
+    disk_bytes: int = Field(default=1024 * MIB, gt=0, description="bound of the blocks on disk, bytes")
+    disk_segment_bytes: int = Field(default=64 * MIB, gt=0, description="size of one segment file, bytes")
+    disk_salt_bytes: int = Field(default=0, ge=0, description="bound on disk of one tenant, bytes; 0 = none")
+
+    @model_validator(mode="after")
+    def _has_two_segments(self) -> "KvStoreSettings":
+        if self.data_dir and self.disk_bytes < 2 * self.disk_segment_bytes:
+            raise ValueError("disk_bytes must hold at least two segments of disk_segment_bytes")
+        return self
 
     @property
     def arena_file(self) -> str:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16roundhouse/v1/kv.proto\x12\rroundhouse.v1\"\x16\n\x14\x44\x65scribeArenaRequest\"M\n\x05\x41rena\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"W\n\x14\x41\x63quirePrefixRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\"e\n\x12\x41\x63quirePrefixReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"J\n\tBlockSlot\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"=\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x13\n\x11ReleaseLeaseReply\"\x91\x01\n\x14ReserveBlocksRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x11\n\tclient_id\x18\x06 \x01(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"d\n\x12ReserveBlocksReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\'\n\x05slots\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"Q\n\x13\x43ommitBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\"8\n\x11\x43ommitBlocksReply\x12\x11\n\tcommitted\x18\x01 \x01(\r\x12\x10\n\x08rejected\x18\x02 \x01(\r\" \n\x10\x45raseSaltRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"/\n\x0e\x45raseSaltReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x16\n\x14GetStatisticsRequest\"\xd9\x01\n\nStatistics\x12\x13\n\x0bslots_total\x18\x01 \x01(\x04\x12\x12\n\nslots_free\x18\x02 \x01(\x04\x12\x12\n\nslots_held\x18\x03 \x01(\x04\x12\x14\n\x0cslots_leased\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x16\n\x0eleases_expired\x18\x0b \x01(\x04\"f\n\x0b\x42lockEvents\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x0f\n\x07\x64ropped\x18\x05 \x03(\x0c\x32\xd1\x04\n\x07KvStore\x12J\n\rDescribeArena\x12#.roundhouse.v1.DescribeArenaRequest\x1a\x14.roundhouse.v1.Arena\x12W\n\rAcquirePrefix\x12#.roundhouse.v1.AcquirePrefixRequest\x1a!.roundhouse.v1.AcquirePrefixReply\x12T\n\x0cReleaseLease\x12\".roundhouse.v1.ReleaseLeaseRequest\x1a .roundhouse.v1.ReleaseLeaseReply\x12W\n\rReserveBlocks\x12#.roundhouse.v1.ReserveBlocksRequest\x1a!.roundhouse.v1.ReserveBlocksReply\x12T\n\x0c\x43ommitBlocks\x12\".roundhouse.v1.CommitBlocksRequest\x1a .roundhouse.v1.CommitBlocksReply\x12K\n\tEraseSalt\x12\x1f.roundhouse.v1.EraseSaltRequest\x1a\x1d.roundhouse.v1.EraseSaltReply\x12O\n\rGetStatistics\x12#.roundhouse.v1.GetStatisticsRequest\x1a\x19.roundhouse.v1.Statisticsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16roundhouse/v1/kv.proto\x12\rroundhouse.v1\"\x16\n\x14\x44\x65scribeArenaRequest\"M\n\x05\x41rena\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"h\n\x14\x41\x63quirePrefixRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\"e\n\x12\x41\x63quirePrefixReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"J\n\tBlockSlot\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"=\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x13\n\x11ReleaseLeaseReply\"\x91\x01\n\x14ReserveBlocksRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x11\n\tclient_id\x18\x06 \x01(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"d\n\x12ReserveBlocksReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\'\n\x05slots\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"Q\n\x13\x43ommitBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\"8\n\x11\x43ommitBlocksReply\x12\x11\n\tcommitted\x18\x01 \x01(\r\x12\x10\n\x08rejected\x18\x02 \x01(\r\" \n\x10\x45raseSaltRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"D\n\x0e\x45raseSaltReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62locks_left\x18\x03 \x01(\x04\"$\n\x14GetStatisticsRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"\xe2\x02\n\nStatistics\x12\x13\n\x0bslots_total\x18\x01 \x01(\x04\x12\x12\n\nslots_free\x18\x02 \x01(\x04\x12\x12\n\nslots_held\x18\x03 \x01(\x04\x12\x14\n\x0cslots_leased\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x16\n\x0eleases_expired\x18\x0b \x01(\x04\x12+\n\x04\x64isk\x18\x0c \x01(\x0b\x32\x1d.roundhouse.v1.DiskStatistics\x12\x13\n\x0bsalt_blocks\x18\r \x01(\x04\x12\x12\n\nsalt_bytes\x18\x0e \x01(\x04\x12\x18\n\x10salt_disk_blocks\x18\x0f \x01(\x04\x12\x17\n\x0fsalt_disk_bytes\x18\x10 \x01(\x04\"\xaf\x01\n\x0e\x44iskStatistics\x12\x13\n\x0b\x62ytes_total\x18\x01 \x01(\x04\x12\x12\n\nbytes_held\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\x10\n\x08promoted\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\t \x01(\x04\"f\n\x0b\x42lockEvents\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x0f\n\x07\x64ropped\x18\x05 \x03(\x0c\x32\xd1\x04\n\x07KvStore\x12J\n\rDescribeArena\x12#.roundhouse.v1.DescribeArenaRequest\x1a\x14.roundhouse.v1.Arena\x12W\n\rAcquirePrefix\x12#.roundhouse.v1.AcquirePrefixRequest\x1a!.roundhouse.v1.AcquirePrefixReply\x12T\n\x0cReleaseLease\x12\".roundhouse.v1.ReleaseLeaseRequest\x1a .roundhouse.v1.ReleaseLeaseReply\x12W\n\rReserveBlocks\x12#.roundhouse.v1.ReserveBlocksRequest\x1a!.roundhouse.v1.ReserveBlocksReply\x12T\n\x0c\x43ommitBlocks\x12\".roundhouse.v1.CommitBlocksRequest\x1a .roundhouse.v1.CommitBlocksReply\x12K\n\tEraseSalt\x12\x1f.roundhouse.v1.EraseSaltRequest\x1a\x1d.roundhouse.v1.EraseSaltReply\x12O\n\rGetStatistics\x12#.roundhouse.v1.GetStatisticsRequest\x1a\x19.roundhouse.v1.Statisticsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ARENA']._serialized_start=65
   _globals['_ARENA']._serialized_end=142
   _globals['_ACQUIREPREFIXREQUEST']._serialized_start=144
-  _globals['_ACQUIREPREFIXREQUEST']._serialized_end=231
-  _globals['_ACQUIREPREFIXREPLY']._serialized_start=233
-  _globals['_ACQUIREPREFIXREPLY']._serialized_end=334
-  _globals['_BLOCKSLOT']._serialized_start=336
-  _globals['_BLOCKSLOT']._serialized_end=410
-  _globals['_RELEASELEASEREQUEST']._serialized_start=412
-  _globals['_RELEASELEASEREQUEST']._serialized_end=473
-  _globals['_RELEASELEASEREPLY']._serialized_start=475
-  _globals['_RELEASELEASEREPLY']._serialized_end=494
-  _globals['_RESERVEBLOCKSREQUEST']._serialized_start=497
-  _globals['_RESERVEBLOCKSREQUEST']._serialized_end=642
-  _globals['_RESERVEBLOCKSREPLY']._serialized_start=644
-  _globals['_RESERVEBLOCKSREPLY']._serialized_end=744
-  _globals['_COMMITBLOCKSREQUEST']._serialized_start=746
-  _globals['_COMMITBLOCKSREQUEST']._serialized_end=827
-  _globals['_COMMITBLOCKSREPLY']._serialized_start=829
-  _globals['_COMMITBLOCKSREPLY']._serialized_end=885
-  _globals['_ERASESALTREQUEST']._serialized_start=887
-  _globals['_ERASESALTREQUEST']._serialized_end=919
-  _globals['_ERASESALTREPLY']._serialized_start=921
-  _globals['_ERASESALTREPLY']._serialized_end=968
-  _globals['_GETSTATISTICSREQUEST']._serialized_start=970
-  _globals['_GETSTATISTICSREQUEST']._serialized_end=992
-  _globals['_STATISTICS']._serialized_start=995
-  _globals['_STATISTICS']._serialized_end=1212
-  _globals['_BLOCKEVENTS']._serialized_start=1214
-  _globals['_BLOCKEVENTS']._serialized_end=1316
-  _globals['_KVSTORE']._serialized_start=1319
-  _globals['_KVSTORE']._serialized_end=1912
+  _globals['_ACQUIREPREFIXREQUEST']._serialized_end=248
+  _globals['_ACQUIREPREFIXREPLY']._serialized_start=250
+  _globals['_ACQUIREPREFIXREPLY']._serialized_end=351
+  _globals['_BLOCKSLOT']._serialized_start=353
+  _globals['_BLOCKSLOT']._serialized_end=427
+  _globals['_RELEASELEASEREQUEST']._serialized_start=429
+  _globals['_RELEASELEASEREQUEST']._serialized_end=490
+  _globals['_RELEASELEASEREPLY']._serialized_start=492
+  _globals['_RELEASELEASEREPLY']._serialized_end=511
+  _globals['_RESERVEBLOCKSREQUEST']._serialized_start=514
+  _globals['_RESERVEBLOCKSREQUEST']._serialized_end=659
+  _globals['_RESERVEBLOCKSREPLY']._serialized_start=661
+  _globals['_RESERVEBLOCKSREPLY']._serialized_end=761
+  _globals['_COMMITBLOCKSREQUEST']._serialized_start=763
+  _globals['_COMMITBLOCKSREQUEST']._serialized_end=844
+  _globals['_COMMITBLOCKSREPLY']._serialized_start=846
+  _globals['_COMMITBLOCKSREPLY']._serialized_end=902
+  _globals['_ERASESALTREQUEST']._serialized_start=904
+  _globals['_ERASESALTREQUEST']._serialized_end=936
+  _globals['_ERASESALTREPLY']._serialized_start=938
+  _globals['_ERASESALTREPLY']._serialized_end=1006
+  _globals['_GETSTATISTICSREQUEST']._serialized_start=1008
+  _globals['_GETSTATISTICSREQUEST']._serialized_end=1044
+  _globals['_STATISTICS']._serialized_start=1047
+  _globals['_STATISTICS']._serialized_end=1401
+  _globals['_DISKSTATISTICS']._serialized_start=1404
+  _globals['_DISKSTATISTICS']._serialized_end=1579
+  _globals['_BLOCKEVENTS']._serialized_start=1581
+  _globals['_BLOCKEVENTS']._serialized_end=1683
+  _globals['_KVSTORE']._serialized_start=1686
+  _globals['_KVSTORE']._serialized_end=2279
 # @@protoc_insertion_point(module_scope)

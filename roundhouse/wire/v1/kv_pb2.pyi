@@ -72,10 +72,13 @@ class AcquirePrefixRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     salt: _builtins.bytes
     """must be the salt that stored the blocks"""
     client_id: _builtins.str
     lease_ms: _builtins.int
+    wait_ms: _builtins.int
+    """for blocks on disk or at a peer; 0 = memory only. Later ones are a miss"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """first to last, from the first block of the prompt"""
@@ -87,10 +90,11 @@ class AcquirePrefixRequest(_message.Message):
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         client_id: _builtins.str = ...,
         lease_ms: _builtins.int = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "keys", b"keys", "lease_ms", b"lease_ms", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "keys", b"keys", "lease_ms", b"lease_ms", "salt", b"salt", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,17 +346,21 @@ class EraseSaltReply(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_LEFT_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     bytes: _builtins.int
+    blocks_left: _builtins.int
+    """of the salt, in all tiers, counted after the erasure; 0 is the proof"""
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        blocks_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_left", b"blocks_left", "bytes", b"bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,12 +370,17 @@ Global___EraseSaltReply: _TypeAlias = EraseSaltReply  # noqa: Y015
 class GetStatisticsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SALT_FIELD_NUMBER: _builtins.int
+    salt: _builtins.bytes
+    """empty, or whose share to count in `salt_*`"""
     def __init__(
         self,
+        *,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,6 +403,11 @@ class Statistics(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
+    SALT_BLOCKS_FIELD_NUMBER: _builtins.int
+    SALT_BYTES_FIELD_NUMBER: _builtins.int
+    SALT_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    SALT_DISK_BYTES_FIELD_NUMBER: _builtins.int
     slots_total: _builtins.int
     slots_free: _builtins.int
     slots_held: _builtins.int
@@ -404,6 +422,13 @@ class Statistics(_message.Message):
     """to read or to write"""
     leases_expired: _builtins.int
     """ended by time, not by their holder"""
+    salt_blocks: _builtins.int
+    """in memory, also those being written"""
+    salt_bytes: _builtins.int
+    salt_disk_blocks: _builtins.int
+    salt_disk_bytes: _builtins.int
+    @_builtins.property
+    def disk(self) -> Global___DiskStatistics: ...
     def __init__(
         self,
         *,
@@ -418,14 +443,72 @@ class Statistics(_message.Message):
         blocks: _builtins.int = ...,
         leases: _builtins.int = ...,
         leases_expired: _builtins.int = ...,
+        disk: Global___DiskStatistics | None = ...,
+        salt_blocks: _builtins.int = ...,
+        salt_bytes: _builtins.int = ...,
+        salt_disk_blocks: _builtins.int = ...,
+        salt_disk_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "corrupt", b"corrupt", "evictions", b"evictions", "hits", b"hits", "leases", b"leases", "leases_expired", b"leases_expired", "misses", b"misses", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_leased", b"slots_leased", "slots_total", b"slots_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "corrupt", b"corrupt", "disk", b"disk", "evictions", b"evictions", "hits", b"hits", "leases", b"leases", "leases_expired", b"leases_expired", "misses", b"misses", "salt_blocks", b"salt_blocks", "salt_bytes", b"salt_bytes", "salt_disk_blocks", b"salt_disk_blocks", "salt_disk_bytes", b"salt_disk_bytes", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_leased", b"slots_leased", "slots_total", b"slots_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Statistics: _TypeAlias = Statistics  # noqa: Y015
+
+@_typing.final
+class DiskStatistics(_message.Message):
+    """The disk tier; all 0 without one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    BYTES_HELD_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    PROMOTED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    bytes_total: _builtins.int
+    """the bound"""
+    bytes_held: _builtins.int
+    """files, also their dead parts"""
+    blocks: _builtins.int
+    written: _builtins.int
+    """blocks, since the start"""
+    promoted: _builtins.int
+    """blocks read into the arena"""
+    dropped: _builtins.int
+    """to make room"""
+    refused: _builtins.int
+    """not written: queue full, quota, or a parent missing"""
+    corrupt: _builtins.int
+    """read, and not what had been written"""
+    errors: _builtins.int
+    """of the file system"""
+    def __init__(
+        self,
+        *,
+        bytes_total: _builtins.int = ...,
+        bytes_held: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        written: _builtins.int = ...,
+        promoted: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        errors: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes_held", b"bytes_held", "bytes_total", b"bytes_total", "corrupt", b"corrupt", "dropped", b"dropped", "errors", b"errors", "promoted", b"promoted", "refused", b"refused", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskStatistics: _TypeAlias = DiskStatistics  # noqa: Y015
 
 @_typing.final
 class BlockEvents(_message.Message):

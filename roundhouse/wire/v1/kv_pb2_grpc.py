@@ -110,7 +110,7 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EraseSalt(self, request, context):
-        """Drops every block of a tenant's salt.
+        """Drops every block of a tenant's salt in every tier of this node, and overwrites the bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,7 @@ class KvStoreStub:
     stored, become visible.
     """
     EraseSalt: _grpc.UnaryUnaryMultiCallable[_kv_pb2.EraseSaltRequest, _kv_pb2.EraseSaltReply]
-    """Drops every block of a tenant's salt."""
+    """Drops every block of a tenant's salt in every tier of this node, and overwrites the bytes."""
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_kv_pb2.GetStatisticsRequest, _kv_pb2.Statistics]
 
 @_typing.type_check_only
@@ -61,7 +61,7 @@ class KvStoreAsyncStub(KvStoreStub):
     stored, become visible.
     """
     EraseSalt: _aio.UnaryUnaryMultiCallable[_kv_pb2.EraseSaltRequest, _kv_pb2.EraseSaltReply]  # type: ignore[assignment]
-    """Drops every block of a tenant's salt."""
+    """Drops every block of a tenant's salt in every tier of this node, and overwrites the bytes."""
     GetStatistics: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetStatisticsRequest, _kv_pb2.Statistics]  # type: ignore[assignment]
 
 class KvStoreServicer(metaclass=_abc_1.ABCMeta):
@@ -112,7 +112,7 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.EraseSaltRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.EraseSaltReply, _abc.Awaitable[_kv_pb2.EraseSaltReply]]:
-        """Drops every block of a tenant's salt."""
+        """Drops every block of a tenant's salt in every tier of this node, and overwrites the bytes."""
 
     @_abc_1.abstractmethod
     def GetStatistics(

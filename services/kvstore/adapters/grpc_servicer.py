@@ -5,6 +5,7 @@ Invariant 16: keys and salts come in requests and never go into logs or errors.
 # ruff: noqa: N802 - the method names are those of kv.proto
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from roundhouse.block_keys import KEY_BYTES
@@ -38,7 +39,8 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         """The longest stored run, leased. Raises InvalidInput."""
         _check_salt(request.salt)
         _check_keys(request.keys, KEYS_MAX)
-        outcome = self._service.acquire(request.salt, request.keys, _holder(request.client_id, request.lease_ms))
+        holder = _holder(request.client_id, request.lease_ms)
+        outcome = await self._service.acquire_waiting(request.salt, request.keys, holder, request.wait_ms)
         if not isinstance(outcome, Acquired):
             return kv_pb2.AcquirePrefixReply(incarnation=self._arena.incarnation)
         return kv_pb2.AcquirePrefixReply(
@@ -72,14 +74,15 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         return kv_pb2.CommitBlocksReply(committed=outcome.committed, rejected=outcome.rejected)
 
     async def EraseSalt(self, request: kv_pb2.EraseSaltRequest, context: Any) -> kv_pb2.EraseSaltReply:
-        """Drop a tenant's blocks. Raises InvalidInput."""
+        """Drop a tenant's blocks. Raises InvalidInput, Unavailable."""
         _check_salt(request.salt)
-        erased = self._service.erase_salt(request.salt)
-        return kv_pb2.EraseSaltReply(blocks=erased.blocks, bytes=erased.bytes_dropped)
+        erased = await self._service.erase_salt(request.salt)
+        return kv_pb2.EraseSaltReply(blocks=erased.blocks, bytes=erased.bytes_dropped, blocks_left=erased.blocks_left)
 
     async def GetStatistics(self, request: kv_pb2.GetStatisticsRequest, context: Any) -> kv_pb2.Statistics:
         """Counts now."""
-        counts = self._service.statistics()
+        counts, disk = self._service.statistics(), self._service.disk_counts()
+        blocks, size, disk_blocks, disk_bytes = self._service.usage(request.salt) if request.salt else (0, 0, 0, 0)
         return kv_pb2.Statistics(
             slots_total=counts.units_total,
             slots_free=counts.units_free,
@@ -92,6 +95,11 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
             blocks=counts.blocks,
             leases=counts.leases,
             leases_expired=counts.leases_expired,
+            disk=kv_pb2.DiskStatistics(**asdict(disk)),
+            salt_blocks=blocks,
+            salt_bytes=size,
+            salt_disk_blocks=disk_blocks,
+            salt_disk_bytes=disk_bytes,
         )
 
 

@@ -26,6 +26,7 @@ from services.kvstore.domain.records import (
     Changes,
     Committed,
     Erased,
+    Held,
     Holder,
     Missed,
     NewBlocks,
@@ -68,6 +69,39 @@ class BlockTable:
         lease = self._leases.open(holder, now_ms, run)
         return Acquired(lease.lease_id, tuple(block.place() for block in run))
 
+    def run_length(self, salt: bytes, keys: Sequence[bytes]) -> int:
+        """How many leading `keys` are stored; uses and leases nothing."""
+        return sum(1 for _ in self._run(salt, keys))
+
+    def hold(self, key: bytes, holder: Holder, now_ms: int) -> Held | Missed:
+        """Lease one stored block, and so those above it, without counting it as a use. O(depth)."""
+        self.expire(now_ms)
+        block = self._blocks.get(key)
+        if block is None or not block.stored:
+            return Missed()
+        chain = [block]
+        while chain[-1].parent_key != ROOT:
+            chain.append(self._blocks[chain[-1].parent_key])
+        chain.reverse()
+        for member in chain:
+            self._pin(member)
+        lease = self._leases.open(holder, now_ms, chain)
+        return Held(lease.lease_id, block.place(), block.salt, block.model_digest, block.parent_key)
+
+    def is_stored(self, key: bytes, salt: bytes) -> bool:
+        """Whether a block is visible for a salt."""
+        block = self._blocks.get(key)
+        return block is not None and block.stored and block.salt == salt
+
+    def places_of(self, salt: bytes) -> list[BlockPlace]:
+        """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
+        return [block.place() for block in self._by_offset.values() if block.salt == salt]
+
+    def usage(self, salt: bytes) -> tuple[int, int]:
+        """Blocks of a salt in the table, also those being written, and their bytes."""
+        keys = self._by_salt.get(salt, ())
+        return len(keys), sum(self._blocks[key].length for key in keys)
+
     def release(self, lease_id: str, now_ms: int) -> None:
         """End a lease; what it wrote without a commit is dropped. Idempotent."""
         self.expire(now_ms)
@@ -98,6 +132,11 @@ class BlockTable:
         lease = self._leases.find(lease_id)
         blocks = (lease.writing or lease.chain) if lease is not None else ()
         return {block.key: block.place() for block in blocks}
+
+    def parent_of_lease(self, lease_id: str) -> bytes:
+        """What the first block that a lease writes stands under; ROOT if there is none."""
+        lease = self._leases.find(lease_id)
+        return lease.writing[0].parent_key if lease is not None and lease.writing else ROOT
 
     def commit(self, lease_id: str, written: Sequence[WrittenBlock], now_ms: int) -> Committed:
         """Make visible what was written well, and end the reservation. A second commit rejects everything."""

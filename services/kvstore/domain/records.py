@@ -55,6 +55,17 @@ class Acquired:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """One stored block and what it was stored with, leased so that another tier can copy it."""
+
+    lease_id: str
+    place: BlockPlace
+    salt: bytes
+    model_digest: bytes
+    parent_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Missed:
     """The first key is not stored for this salt."""
 
@@ -98,6 +109,7 @@ class Erased:
 
     blocks: int
     bytes_dropped: int
+    blocks_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,5 +110,5 @@ async def test_an_erased_tenant_finds_nothing() -> None:
     """Both blocks of 64 bytes go."""
     node, keys = Node(), chain("a", 2)
     await node.store(keys)
-    assert node.service.erase_salt(SALT).bytes_dropped == 2 * UNIT
+    assert (await node.service.erase_salt(SALT)).bytes_dropped == 2 * UNIT
     assert node.service.acquire(SALT, keys, HOLDER) == Missed()

@@ -1,0 +1,323 @@
+"""Blocks between the arena and the disk: written in the background when they have earned it, read back when asked for.
+
+A block earns its place by a second use, or by continuing a chain that was used (a session that goes on). What is
+written and never read costs the disk; what a scan touches once is never written. One writer at a time; readers beside
+it. The bytes go between the slot and the disk directly, and are checked against the checksum of the block's first
+writer after every read (invariant 11). Any fault is a miss: counted, the block dropped, and the disk left for a while.
+Decision: docs/decisions/0054-disk-tier.md.
+"""
+
+import asyncio
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import structlog
+import xxhash
+
+from roundhouse.clock import Clock
+from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.disk_index import DiskIndex, DiskRecord, NothingToReclaim
+from services.kvstore.domain.records import Held, Holder, NewBlocks, Reserved, WrittenBlock
+from services.kvstore.ports import BlockArena, BlockLog, DiskFault
+
+log = structlog.get_logger(__name__)
+
+PAGE = 4096
+QUEUE_BLOCKS_MAX = 4_096  # guess: 4 GB of 1 MiB blocks, seconds of writing; more is refused and asked again when used
+TURN_BLOCKS_MAX = 256  # of one background turn
+CHUNK_BLOCKS = 32  # read together; the first ones are visible while the next are read
+REST_MS = 1_000  # after a fault: a full or broken disk is asked once a second, not once a block
+DISK_HOLDER = Holder("disk", 30_000)  # a write takes milliseconds; if it hangs, the slot comes back
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCounts:
+    """Blocks since the start, and what is there now; `bytes_held` includes dead records."""
+
+    bytes_total: int = 0
+    bytes_held: int = 0
+    blocks: int = 0
+    written: int = 0
+    promoted: int = 0
+    dropped: int = 0
+    refused: int = 0
+    corrupt: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskParts:
+    """What a disk tier works with. `slots_are_pages`: every slot begins and ends at a page."""
+
+    table: BlockTable
+    arena: BlockArena
+    blocks: BlockLog
+    index: DiskIndex
+    clock: Clock
+    threads: Executor
+    segment_bytes: int
+    slots_are_pages: bool
+
+
+class DiskTier:
+    """The disk of one node. All methods are called on the event loop."""
+
+    def __init__(self, parts: DiskParts) -> None:
+        """Call `open` before anything else."""
+        self._parts = parts
+        self._table, self._arena, self._blocks, self._index = parts.table, parts.arena, parts.blocks, parts.index
+        self._queue: dict[bytes, None] = {}
+        self._writing = asyncio.Lock()
+        self._promotions: dict[bytes, asyncio.Task[None]] = {}
+        self._resting_until_ms = 0
+        self._counts = DiskCounts()
+
+    async def open(self) -> None:
+        """Find what earlier processes left. O(blocks on disk)."""
+        found = await self._in_thread(lambda: list(self._blocks.scan()))
+        orphans = self._index.restore(found)
+        await self._destroy(orphans)
+        log.info("disk_blocks_found", blocks=len(self._index), orphans=len(orphans))
+
+    async def close(self) -> None:
+        """Wait for what is being read or written."""
+        await asyncio.gather(*self._promotions.values(), return_exceptions=True)
+        async with self._writing:
+            self._queue.clear()
+
+    def note_used(self, keys: Sequence[bytes]) -> None:
+        """A chain, parents first, was found in memory: it has earned its place on disk."""
+        self._index.use(keys)
+        self._enqueue(keys)
+
+    def note_stored(self, keys: Sequence[bytes], parent_key: bytes) -> None:
+        """A chain below `parent_key` was stored: it is expected back if its parent has been."""
+        if parent_key in self._index or parent_key in self._queue:
+            self._enqueue(keys)
+
+    def counts(self) -> DiskCounts:
+        """Counts now."""
+        return replace(
+            self._counts,
+            bytes_total=self._index.segments_max * self._parts.segment_bytes,
+            bytes_held=self._blocks.bytes_held,
+            blocks=len(self._index),
+        )
+
+    def usage(self, salt: bytes) -> tuple[int, int]:
+        """Blocks of a salt on disk, and the bytes they take there."""
+        return self._index.usage(salt)
+
+    # Memory to disk
+
+    async def write_turn(self) -> None:
+        """Write some of what waits. Idempotent when nothing does."""
+        for _ in range(TURN_BLOCKS_MAX):
+            if not self._queue or self._is_resting():
+                return
+            key = next(iter(self._queue))
+            async with self._writing:
+                self._queue.pop(key, None)
+                await self._write(key)
+
+    def _enqueue(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if key in self._index or key in self._queue:
+                continue
+            if len(self._queue) >= QUEUE_BLOCKS_MAX or self._is_resting():
+                self._count(refused=1)
+                return
+            self._queue[key] = None
+
+    async def _write(self, key: bytes) -> None:
+        held = self._table.hold(key, DISK_HOLDER, self._now())
+        if not isinstance(held, Held):
+            return
+        try:
+            await self._write_held(held)
+        except DiskFault as fault:
+            self._failed(fault)
+        finally:
+            self._table.release(held.lease_id, self._now())
+
+    async def _write_held(self, held: Held) -> None:
+        place = held.place
+        span = PAGE + -(-place.length // PAGE) * PAGE
+        record = DiskRecord(
+            place.key, held.salt, held.model_digest, held.parent_key, place.length, place.checksum, span=span
+        )
+        if not self._blocks.fits(place.length) or not self._index.may_add(record):
+            self._count(refused=1)
+            return
+        if self._blocks.needs_segment(place.length) and not await self._make_room():
+            self._count(refused=1)
+            return
+        with self._slot(place.offset, place.length) as view:
+            view[place.length :] = bytes(len(view) - place.length)  # no rests of other blocks on the disk
+            placed = await self._in_thread(lambda: self._blocks.append(record, view))
+        if self._table.is_stored(placed.key, placed.salt) and self._index.add(placed):
+            self._count(written=1)
+        else:  # erased or found to be wrong meanwhile
+            await self._destroy([placed])
+
+    async def _make_room(self) -> bool:
+        """Give up segments until one more may be begun."""
+        while len(self._blocks.segments) >= self._index.segments_max:
+            plan = self._index.reclaim(self._blocks.segments, self._blocks.writing)
+            if isinstance(plan, NothingToReclaim):
+                return False
+            self._count(dropped=len(plan.dropped))
+            await self._destroy([record for record in plan.dropped if record.segment != plan.segment])
+            kept = [(record, await self._in_thread(partial(self._copy, record))) for record in plan.moved]
+            await self._in_thread(partial(self._blocks.remove, plan.segment))
+            for record, copy in kept:
+                await self._move(record, copy)
+        return True
+
+    def _copy(self, record: DiskRecord) -> memoryview | None:
+        view = memoryview(mmap.mmap(-1, record.span - PAGE))
+        try:
+            self._blocks.read_into(record, view)
+        except DiskFault:
+            return None
+        return view if _is_right(record, view) else None
+
+    async def _move(self, record: DiskRecord, copy: memoryview | None) -> None:
+        if record.key not in self._index:
+            return
+        try:
+            if copy is None:
+                raise DiskFault("a block to be moved was wrong")
+            placed = await self._in_thread(lambda: self._blocks.append(record, copy))
+        except DiskFault as fault:
+            self._failed(fault)
+            await self._destroy(self._index.drop(record.key))
+        else:
+            self._index.moved(record, placed.segment, placed.offset)
+
+    # Disk to memory
+
+    async def promote(self, salt: bytes, keys: Sequence[bytes], wait_ms: int) -> None:
+        """Bring the run of `keys` that lies on disk into memory, waiting at most `wait_ms`.
+
+        What comes later is there for the next caller. Two callers that want the same wait for the same reads.
+        """
+        have = self._table.run_length(salt, keys)
+        parent = keys[have - 1] if have else b""
+        records = self._index.run(salt, parent, keys[have:])
+        if not records:
+            return
+        task = self._promotions.get(records[0].key)
+        if task is None:
+            task = asyncio.create_task(self._promote(records), name="promote blocks")
+            self._promotions[records[0].key] = task
+            task.add_done_callback(partial(self._promoted, records[0].key))
+        await asyncio.wait({task}, timeout=wait_ms / 1000)
+
+    def _promoted(self, key: bytes, _: asyncio.Task[None]) -> None:
+        del self._promotions[key]
+
+    async def _promote(self, records: Sequence[DiskRecord]) -> None:
+        for first in range(0, len(records), CHUNK_BLOCKS):
+            chunk = records[first : first + CHUNK_BLOCKS]
+            if not await self._promote_chunk(chunk):
+                return
+
+    async def _promote_chunk(self, chunk: Sequence[DiskRecord]) -> bool:
+        """Whether all of it is in memory now."""
+        head, by_key = chunk[0], {record.key: record for record in chunk}
+        new = NewBlocks(head.salt, head.model_digest, head.parent_key, tuple(by_key), head.length)
+        reserved = self._table.reserve(new, DISK_HOLDER, self._now())
+        if not isinstance(reserved, Reserved):
+            return False
+        reads = [self._read(by_key[place.key], place.offset) for place in reserved.slots]
+        results = await asyncio.gather(*reads)
+        written = [block for block in results if block is not None]
+        outcome = self._table.commit(reserved.lease_id, written, self._now())
+        self._count(promoted=outcome.committed)
+        for record, block in zip((by_key[place.key] for place in reserved.slots), results, strict=True):
+            if block is None or block.checksum_claimed != block.checksum_found:
+                await self._drop(record)
+        return outcome.committed == len(chunk)
+
+    async def _read(self, record: DiskRecord, offset: int) -> WrittenBlock | None:
+        def read() -> WrittenBlock:
+            with self._slot(offset, record.length) as view:
+                self._blocks.read_into(record, view)
+                found = xxhash.xxh3_64_intdigest(view[: record.length])
+            return WrittenBlock(record.key, record.checksum, found)
+
+        try:
+            block = await self._in_thread(read)
+        except DiskFault as fault:
+            self._failed(fault)
+            return None
+        self._count(corrupt=int(block.checksum_claimed != block.checksum_found))
+        return block
+
+    async def _drop(self, record: DiskRecord) -> None:
+        async with self._writing:
+            if self._index.holds(record):  # else it was moved while it was read
+                await self._destroy(self._index.drop(record.key))
+
+    # Erasing
+
+    async def erase(self, salt: bytes) -> int:
+        """Overwrite every block of a salt; how many that were. Drop them from the table first. Raises DiskFault.
+
+        On DiskFault bytes may be left in files that could be neither overwritten nor removed.
+        """
+        async with self._writing:
+            gone = self._index.erase(salt)
+            await self._in_thread(lambda: self._blocks.destroy(gone))
+            self._forget_removed()
+            return len(gone)
+
+    async def _destroy(self, records: Sequence[DiskRecord]) -> None:
+        if not records:
+            return
+        try:
+            await self._in_thread(lambda: self._blocks.destroy(tuple(records)))
+        except DiskFault as fault:
+            self._failed(fault)
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        for number in self._index.segments - set(self._blocks.segments):
+            self._index.drop_segment(number)
+
+    # Both
+
+    def _slot(self, offset: int, length: int) -> memoryview:
+        """A slot up to the end of the page its block ends in, if that is the slot's too."""
+        pages = -(-length // PAGE) * PAGE
+        return self._arena.view(offset, pages if self._parts.slots_are_pages else length)
+
+    def _failed(self, fault: DiskFault) -> None:
+        self._count(errors=1)
+        self._resting_until_ms = self._now() + REST_MS
+        self._queue.clear()  # children must not come before parents; the next use asks for the whole chain again
+        log.warning("disk_fault", text=str(fault))
+
+    def _is_resting(self) -> bool:
+        return self._now() < self._resting_until_ms
+
+    def _now(self) -> int:
+        return self._parts.clock.monotonic_ms()
+
+    def _count(self, **more: int) -> None:
+        counts = self._counts
+        self._counts = replace(counts, **{name: getattr(counts, name) + count for name, count in more.items()})
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._parts.threads, work)
+
+
+def _is_right(record: DiskRecord, view: memoryview) -> bool:
+    return xxhash.xxh3_64_intdigest(view[: record.length]) == record.checksum

@@ -1,0 +1,279 @@
+"""The disk tier over real files: what earned its place comes back after a restart, and every fault is a miss."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from services.kvstore.adapters.segment_files import SegmentFiles, span_of
+from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.disk_index import DiskIndex
+from services.kvstore.domain.records import Acquired, Reserved
+from services.kvstore.domain.slot_arena import SlotArena
+from services.kvstore.operations.disk_tier import REST_MS, DiskParts, DiskTier
+from services.kvstore.operations.serve_blocks import BlockService
+from services.kvstore.ports import DiskFault
+from tests.builders.kv_blocks import HOLDER, OTHER_SALT, SALT, chain, new_blocks
+from tests.fakes.block_arena import FakeArena
+from tests.fakes.clock import ManualClock
+
+LENGTH = 5_000  # two pages: a record is 3 pages, 12,288 bytes
+SLOT = 8_192
+SEGMENT = 4 * span_of(LENGTH)
+
+
+def content(key: bytes) -> bytes:
+    """What the block of a key holds."""
+    return random.Random(key).randbytes(LENGTH)
+
+
+class Node:
+    """A kvstore of 8 slots over a folder; `restart` keeps the folder only."""
+
+    def __init__(self, folder: Path, capacity: int = 8 * SEGMENT, salt_bytes_max: int = 0) -> None:
+        self.folder, self.capacity, self.salt_bytes_max = folder, capacity, salt_bytes_max
+        self.clock = ManualClock()
+        self.threads = ThreadPoolExecutor(1)
+        self.files: SegmentFiles | None = None
+
+    async def start(self) -> Node:
+        """An empty arena over what the folder holds."""
+        if self.files is not None:
+            self.files.close()
+        self.files = SegmentFiles(self.folder, SEGMENT)
+        self.arena = FakeArena(8 * SLOT)
+        self.table = BlockTable(SlotArena(8 * SLOT, SLOT, SLOT), "run")
+        self.index = DiskIndex(self.capacity, SEGMENT, self.salt_bytes_max)
+        parts = DiskParts(self.table, self.arena, self.files, self.index, self.clock, self.threads, SEGMENT, True)
+        self.disk = DiskTier(parts)
+        await self.disk.open()
+        self.service = BlockService(self.table, self.arena, self.clock, self.disk)
+        return self
+
+    def close(self) -> None:
+        """Nothing stays open."""
+        self.threads.shutdown()
+        if self.files is not None:
+            self.files.close()
+
+    async def store(self, keys: list[bytes], salt: bytes = SALT, parent: bytes = b"") -> None:
+        """Write blocks and publish them."""
+        reserved = self.service.reserve(new_blocks(keys, salt=salt, parent=parent, length=LENGTH), HOLDER)
+        assert isinstance(reserved, Reserved)
+        claims = {}
+        for place in reserved.slots:
+            with self.arena.view(place.offset, LENGTH) as view:
+                view[:] = content(place.key)
+            claims[place.key] = xxhash.xxh3_64_intdigest(content(place.key))
+        assert (await self.service.commit(reserved.lease_id, claims)).committed == len(reserved.slots)
+
+    async def store_and_use(self, keys: list[bytes], salt: bytes = SALT) -> None:
+        """Blocks that earned their place, written."""
+        await self.store(keys, salt)
+        assert await self.found(keys, salt) == len(keys)
+        await self.disk.write_turn()
+
+    async def found(self, keys: list[bytes], salt: bytes = SALT) -> int:
+        """How many leading blocks a patient reader gets; each one is byte for byte what was stored."""
+        outcome = await self.service.acquire_waiting(salt, keys, HOLDER, 10_000)
+        if not isinstance(outcome, Acquired):
+            return 0
+        for place in outcome.blocks:
+            with self.arena.view(place.offset, place.length) as view:
+                assert bytes(view) == content(place.key)
+        await self.service.release(outcome.lease_id)
+        return len(outcome.blocks)
+
+    def file_bytes(self) -> bytes:
+        """All that lies on the disk."""
+        return b"".join(path.read_bytes() for path in sorted(self.folder.glob("*.segment")))
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> Iterator[Node]:  # type: ignore[misc]
+    """A started node."""
+    with closing(await Node(tmp_path / "data").start()) as started:
+        yield started
+
+
+async def test_a_used_chain_is_there_after_a_restart(node: Node) -> None:
+    """3 blocks were stored and used once: written, and read back by a process with an empty arena."""
+    await node.store_and_use(chain("a", 3))
+    assert node.disk.counts().written == 3
+    await node.start()
+    assert await node.found(chain("a", 3)) == 3
+    assert node.disk.counts().promoted == 3
+
+
+async def test_what_was_never_used_is_not_written(node: Node) -> None:
+    """A scan of 4 blocks costs the disk nothing."""
+    await node.store(chain("a", 4))
+    await node.disk.write_turn()
+    assert node.disk.counts().written == 0
+
+
+async def test_a_session_that_goes_on_has_earned_its_new_blocks(node: Node) -> None:
+    """The first 2 blocks were used; the third continues them, so it is written though nobody used it yet."""
+    keys = chain("a", 3)
+    await node.store_and_use(keys[:2])
+    await node.store(keys[2:], parent=keys[1])
+    await node.disk.write_turn()
+    assert node.disk.counts().written == 3
+
+
+async def test_without_time_to_wait_the_disk_is_a_miss(node: Node) -> None:
+    """wait_ms 0 asks memory only."""
+    await node.store_and_use(chain("a", 1))
+    await node.start()
+    assert not isinstance(await node.service.acquire_waiting(SALT, chain("a", 1), HOLDER, 0), Acquired)
+
+
+async def test_another_salt_finds_nothing_on_disk(node: Node) -> None:
+    """Invariant 11: the salt is compared, though the caller has the right keys."""
+    await node.store_and_use(chain("a", 2))
+    await node.start()
+    assert await node.found(chain("a", 2), OTHER_SALT) == 0
+
+
+async def test_an_erased_salt_is_gone_from_memory_disk_and_files(node: Node) -> None:
+    """Neither index nor files nor arena hold a trace, the other tenant keeps its blocks, also over a restart."""
+    await node.store_and_use(chain("a", 2))
+    await node.store_and_use(chain("b", 2), OTHER_SALT)
+    erased = await node.service.erase_salt(SALT)
+    assert (erased.blocks, erased.blocks_left) == (2 + 2, 0)
+    assert node.service.usage(SALT) == (0, 0, 0, 0)
+    with node.arena.view(0, node.arena.nbytes) as view:
+        memory = bytes(view)
+    for key in chain("a", 2):
+        assert content(key) not in memory
+        assert content(key) not in node.file_bytes()
+        assert key not in node.file_bytes()
+    await node.start()
+    assert await node.found(chain("a", 2)) == 0
+    assert await node.found(chain("b", 2), OTHER_SALT) == 2
+
+
+async def test_a_torn_tail_is_cut_and_written_over(node: Node) -> None:
+    """The last of 3 blocks was cut in half: 2 come back, and the next block takes its place."""
+    await node.store_and_use(chain("a", 3))
+    path = max(node.folder.glob("*.segment"))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - LENGTH)
+    await node.start()
+    assert await node.found(chain("a", 3)) == 2
+    await node.store_and_use(chain("b", 1))
+    await node.start()
+    assert await node.found(chain("b", 1)) == 1
+
+
+async def test_a_corrupt_block_is_a_miss_and_dropped_with_what_is_below(node: Node) -> None:
+    """A bit of the second block fell over: 1 block is found, 1 counted, and neither it nor the third stays."""
+    await node.store_and_use(chain("a", 3))
+    path = max(node.folder.glob("*.segment"))
+    with path.open("r+b") as file:
+        file.seek(span_of(LENGTH) + 4096 + 17)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 4]))
+    await node.start()
+    assert await node.found(chain("a", 3)) == 1
+    assert (node.disk.counts().corrupt, node.disk.counts().blocks) == (1, 1)
+
+
+async def test_a_full_disk_leaves_requests_unharmed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written, one error is counted, and a second later it is tried again."""
+    assert node.files is not None
+
+    def full(*_: object) -> None:
+        raise DiskFault("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.files, "append", full)
+        await node.store_and_use(chain("a", 2))
+    assert (node.disk.counts().errors, node.disk.counts().written) == (1, 0)
+    node.clock.advance(REST_MS)
+    assert await node.found(chain("a", 2)) == 2
+    await node.disk.write_turn()
+    assert node.disk.counts().written == 2
+
+
+async def test_an_unreadable_disk_is_a_miss(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader gets nothing, no slot stays held, and the block is dropped."""
+    await node.store_and_use(chain("a", 2))
+    await node.start()
+    assert node.files is not None
+
+    def broken(*_: object) -> None:
+        raise DiskFault("input/output error")
+
+    monkeypatch.setattr(node.files, "read_into", broken)
+    assert await node.found(chain("a", 2)) == 0
+    assert node.service.statistics().units_held == 0
+    assert node.disk.counts().blocks == 0
+
+
+async def test_the_disk_keeps_its_bound_and_what_is_used(tmp_path: Path) -> None:
+    """4 segments of 4 blocks, 24 chains of 2: never more than 16 records, and the chain that is used again stays."""
+    with closing(await Node(tmp_path / "data", 4 * SEGMENT).start()) as node:
+        await node.store_and_use(chain("kept", 2))
+        for number in range(24):
+            await node.store_and_use(chain(f"other{number}", 2))
+            assert await node.found(chain("kept", 2)) == 2
+            assert node.disk.counts().bytes_held <= 4 * SEGMENT
+        assert node.disk.counts().dropped > 0
+        await node.start()
+        assert await node.found(chain("kept", 2)) == 2
+
+
+async def test_a_salt_has_a_bound_of_its_own(tmp_path: Path) -> None:
+    """Room for 2 records a salt: the third is refused, another salt is not."""
+    with closing(await Node(tmp_path / "data", salt_bytes_max=2 * span_of(LENGTH)).start()) as node:
+        await node.store_and_use(chain("a", 3))
+        await node.store_and_use(chain("b", 2), OTHER_SALT)
+        assert (node.disk.usage(SALT)[0], node.disk.usage(OTHER_SALT)[0]) == (2, 2)
+        assert node.disk.counts().refused == 1
+
+
+async def test_any_flipped_cut_or_missing_bytes_give_right_blocks_or_none(tmp_path: Path) -> None:
+    """Fuzz, 120 seeds: whatever happens to the files, a reader gets a prefix of the right bytes (`found` compares)."""
+    with closing(Node(tmp_path / "data")) as node:
+        for seed in range(120):
+            chance = random.Random(seed)
+            for path in node.folder.glob("*.segment"):
+                path.unlink()
+            await node.start()
+            await node.store_and_use(chain("a", 3))
+            await node.store_and_use(chain("b", 2), OTHER_SALT)
+            _damage(node.folder, chance)
+            await node.start()
+            await node.found(chain("a", 3))
+            await node.found(chain("b", 2), OTHER_SALT)
+            assert await node.found(chain("a", 3), OTHER_SALT) == 0
+            counts = node.service.statistics()
+            assert counts.units_free + counts.units_held == counts.units_total
+
+
+def _damage(folder: Path, chance: random.Random) -> None:
+    """Flip a byte, cut a file, blank a page, swap two pages, or remove a file."""
+    path = chance.choice(sorted(folder.glob("*.segment")))
+    data = bytearray(path.read_bytes())
+    kind, at = chance.randrange(5), chance.randrange(len(data))
+    page, other = at // 4096 * 4096, chance.randrange(len(data)) // 4096 * 4096
+    if kind == 0:
+        data[at] ^= 1 << chance.randrange(8)
+    elif kind == 1:
+        del data[at:]
+    elif kind == 2:
+        data[page : page + 4096] = bytes(4096)
+    elif kind == 3:
+        data[page : page + 4096], data[other : other + 4096] = data[other : other + 4096], data[page : page + 4096]
+    if kind == 4:
+        path.unlink()
+    else:
+        path.write_bytes(data)
