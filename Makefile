@@ -38,7 +38,7 @@ demo: $(STAMP) ## a tour on a fresh mesh: cold start, adapter, loud and quiet te
 	@$(BIN)/roundhouse demo $(ARGS)
 
 test: $(STAMP) ## all tests, with real NATS, Valkey and Triton on free ports (ARGS="tests/unit -k …")
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import rules, generated code
 	@$(BIN)/ruff format --check .

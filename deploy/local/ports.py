@@ -10,6 +10,7 @@ import socket
 
 FIRST_PORT = 20_000  # above registered services of note, below 32768 where Linux begins its ephemeral range
 LAST_PORT = 32_000
+TRIES_MAX = 100_000  # a guess: eight times as many as there are ports
 _chance = random.SystemRandom()
 _drawn: set[int] = set()
 
@@ -29,9 +30,10 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 def free_ports(count: int) -> list[int]:
     """`count` free ports that this process has not drawn before. Raises RuntimeError when none is left."""
     found: list[int] = []
-    for port in _chance.sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
+    for _ in range(TRIES_MAX):
         if len(found) == count:
             return found
+        port = _chance.randrange(FIRST_PORT, LAST_PORT)
         if port not in _drawn and is_free(port):
             _drawn.add(port)
             found.append(port)
