@@ -66,6 +66,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             prices = using.prices or await _catalogue(settings, bus, lifecycle, stack)
             observer = ProcessObserver(readiness)
             stream = JetStreamUsage(bus)
+            stack.push_async_callback(stream.close)
             recorder = Recorder(stream, ledger, prices, using.clock, observer)
             publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
             watch = Watch(bus, stream, ledger, prices, observer)

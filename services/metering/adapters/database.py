@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
@@ -95,9 +96,9 @@ def translated_errors(doing: str) -> Iterator[None]:
     """Library errors as ours: InvalidInput if the database refuses a value, else Unavailable."""
     try:
         yield
-    except (DataError, IntegrityError) as error:
+    except (DataError, IntegrityError, psycopg.DataError, psycopg.IntegrityError) as error:
         raise InvalidInput(f"the ledger refuses a value: {doing}") from error
-    except DBAPIError as error:
+    except (DBAPIError, psycopg.Error) as error:  # the driver's own come from COPY
         raise Unavailable(f"the ledger does not answer: {doing}") from error
     except SQLAlchemyError as error:
         raise Unavailable(f"the ledger has no connection free: {doing}") from error

@@ -14,9 +14,10 @@ from typing import TypeVar
 from sqlalchemy import Connection, Engine, bindparam, insert, select, update
 
 from services.metering.adapters import sql_queries
+from services.metering.adapters.bulk_insert import insert_rows
 from services.metering.adapters.database import READERS, ledger_url, open_reader, open_writer, translated_errors
 from services.metering.adapters.migrating import migrate
-from services.metering.adapters.row_mapping import column_values, ledger_row
+from services.metering.adapters.row_mapping import ledger_row
 from services.metering.adapters.schema import ONLY_ROW, billing_outbox, ledger_head, quarantine, usage_rows
 from services.metering.domain.ledger import BatchPlan, Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
@@ -139,7 +140,7 @@ def _append(connection: Connection, items: Sequence[Candidate | Rejected], now_m
 
 def _write_plan(connection: Connection, plan: BatchPlan, now_ms: int) -> None:
     if plan.rows:
-        connection.execute(insert(usage_rows), [column_values(row) for row in plan.rows])
+        insert_rows(connection, plan.rows)
         connection.execute(_move_head, {"sequence": plan.head})
     if plan.successors:
         pairs = [{"replaced": old, "replaced_by": new} for old, new in plan.successors.items()]

@@ -19,6 +19,7 @@ _SOURCES: Final = {
     usage_pb2.TOKEN_SOURCE_GATEWAY: "gateway",
     usage_pb2.TOKEN_SOURCE_HEARTBEAT: "heartbeat",
 }
+_OUTCOMES: Final = frozenset(vocabulary_pb2.Outcome.values()) - {vocabulary_pb2.OUTCOME_UNSPECIFIED}
 _SOURCES_TO_WIRE: Final = {name: value for value, name in _SOURCES.items()}
 
 
@@ -46,7 +47,7 @@ def _wire_fault(subject: str, event: usage_pb2.UsageEvent) -> str | None:
         return "data is missing"
     if not event.subject or _subject_of(event.subject) != subject:
         return "the tenant is not the one that the message was sent for"  # invariant 16
-    if event.data.outcome not in vocabulary_pb2.Outcome.values() or not event.data.outcome:
+    if event.data.outcome not in _OUTCOMES:
         return "outcome is unspecified or unknown"
     if event.data.counted_by not in _SOURCES:
         return "counted_by is unknown"

@@ -6,7 +6,7 @@ hold a prompt, a completion or a key (invariant 16).
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from roundhouse.vocabulary import Outcome, PriorityClass
 
@@ -23,8 +23,7 @@ class Emitter(StrEnum):
     SCHEDULER = "scheduler"
 
 
-@dataclass(frozen=True, slots=True)
-class EventKey:
+class EventKey(NamedTuple):
     """What makes an event unique. The tenant is part of it: one tenant's id never hides another's (case B36)."""
 
     event_id: str
