@@ -27,6 +27,7 @@ class LazyCommands(TyperGroup):
         "get": "roundhouse.cli.catalogue:get",
         "keys": "roundhouse.cli.keys:app",
         "models": "roundhouse.cli.models:app",
+        "tenants": "roundhouse.cli.tenants:app",
         "usage": "roundhouse.cli.usage:usage",
     }
 

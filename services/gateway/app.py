@@ -191,7 +191,7 @@ class Gateway:
 
         Returns what is known of the nodes."""
         settings = self._settings
-        parts = AdminParts(redis, bus, self._world.clock, catalogue, keys, settings.metering_url)
+        parts = AdminParts(redis, bus, self._world.clock, catalogue, keys, settings.metering_url, settings.cluster)
         services = await self._stack.enter_async_context(open_admin(parts))
         if settings.catalogue_file:
             declared = await asyncio.to_thread(_read_declared, settings.catalogue_file)

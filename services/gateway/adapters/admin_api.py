@@ -30,6 +30,7 @@ from services.gateway.domain import keys
 from services.gateway.operations.admin_models import ModelOperations, ModelPlace
 from services.gateway.operations.admin_ports import NodeStates, UsageQueries
 from services.gateway.operations.apply import CatalogueApplication, Declared
+from services.gateway.operations.erase_cache import CacheErasure
 from services.gateway.operations.keys import KeyOperations, KeyWish
 from services.gateway.ports import Caller, KeyDirectory
 
@@ -78,6 +79,7 @@ class AdminServices:
     nodes: NodeStates
     usage: UsageQueries
     clock: Clock
+    erasing: CacheErasure
 
 
 def admin_app(services: AdminServices) -> ASGIApp:
@@ -95,6 +97,7 @@ def admin_app(services: AdminServices) -> ASGIApp:
         _route("DELETE", "/keys/{key_id}", _for_operators(api.revoke_key)),
         _route("GET", "/usage", api.show_usage),
         _route("GET", "/nodes", _for_operators(api.list_nodes)),
+        _route("POST", "/tenants/{tenant}/erase-cache", _for_operators(api.erase_cache)),
         _route("POST", "/models/{name}/load", _for_operators(api.load_model)),
         _route("POST", "/models/{name}/unload", _for_operators(api.unload_model)),
     ]
@@ -159,6 +162,10 @@ class _AdminApi:
 
     async def list_nodes(self, _: Request, __: Caller) -> Response:
         return _json({"nodes": [admin_json.node_json(state) for state in await self._services.nodes.all()]})
+
+    async def erase_cache(self, request: Request, caller: Caller) -> Response:
+        outcomes = await self._services.erasing.erase(request.path_params["tenant"], actor=caller.key_id)
+        return _json(admin_json.erasure_json(outcomes))
 
     async def load_model(self, request: Request, caller: Caller) -> Response:
         body = await self._body(request, ModelBody)

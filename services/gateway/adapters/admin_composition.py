@@ -18,11 +18,13 @@ from roundhouse.clock import Clock
 from roundhouse.event_bus import EventBus
 from services.gateway.adapters.admin_api import AdminServices
 from services.gateway.adapters.admin_audit import BusAuditTrail
+from services.gateway.adapters.admin_caches import GrpcNodeCaches
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader
 from services.gateway.adapters.admin_usage import HttpUsageQueries
 from services.gateway.operations.admin_models import ModelOperations
 from services.gateway.operations.apply import CatalogueApplication
+from services.gateway.operations.erase_cache import CacheErasure
 from services.gateway.operations.keys import KeyOperations
 from services.gateway.ports import KeyDirectory
 
@@ -37,6 +39,7 @@ class AdminParts:
     catalogue: CatalogueView
     directory: KeyDirectory
     metering_url: str
+    cluster: str
     reading: FileReading | None = None  # None: files are read with the sizes of `roundhouse.catalogue.sizes`
 
 
@@ -61,6 +64,7 @@ async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
                 nodes=nodes,
                 usage=HttpUsageQueries(metering),
                 clock=parts.clock,
+                erasing=CacheErasure(parts.cluster, nodes, GrpcNodeCaches(), audit),
             )
         finally:
             await nodes.stop()

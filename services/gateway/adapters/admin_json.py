@@ -1,5 +1,6 @@
 """How the admin API shows things: names in lower case, times in RFC 3339, sizes in bytes."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -7,6 +8,7 @@ from roundhouse.catalogue.problems import DeclarationRefused
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.domain.keys import KeyRecord
 from services.gateway.operations.apply import Applied
+from services.gateway.operations.erase_cache import ErasedOnNode
 
 
 def applied_json(applied: Applied) -> dict[str, Any]:
@@ -99,3 +101,12 @@ def _word(name: str, prefix: str) -> str:
 
 def _time(unix_ms: int) -> str | None:
     return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds") if unix_ms else None
+
+
+def erasure_json(outcomes: Sequence[ErasedOnNode]) -> dict[str, Any]:
+    """What each node dropped of a tenant; `erased` only if there are nodes and each counts 0 afterwards."""
+    nodes = [
+        {"node": node.node_id, "blocks": node.blocks, "blocks_left": node.blocks_left, "error": node.error}
+        for node in outcomes
+    ]
+    return {"erased": bool(nodes) and not any(node.error or node.blocks_left for node in outcomes), "nodes": nodes}

@@ -41,7 +41,7 @@ async def admin_on(redis_url: str, bus: NatsBus, catalogue: CatalogueReader) -> 
     """A client of a real admin API."""
     redis, clock = open_redis(redis_url), SystemClock()
     directory = RedisKeyDirectory(redis, clock, admin_key_hash=key_hash(ROOT))
-    parts = AdminParts(redis, bus, clock, catalogue, directory, "http://127.0.0.1:1")
+    parts = AdminParts(redis, bus, clock, catalogue, directory, "http://127.0.0.1:1", "cluster")
     async with open_admin(parts) as services:
         transport = httpx.ASGITransport(admin_app(services))
         headers = {"authorization": f"Bearer {ROOT}"}

@@ -25,7 +25,15 @@ NO_NATS = "nats://127.0.0.1:1"
 class KvStoreProcess:
     """A kvstore on fixed ports and a fixed arena path, to be killed and restarted."""
 
-    def __init__(self, folder: Path, *, arena_bytes: int = 4 << 20, slot_bytes: int = 4096, nats_url: str = NO_NATS):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        arena_bytes: int = 4 << 20,
+        slot_bytes: int = 4096,
+        nats_url: str = NO_NATS,
+        data_dir: Path | str = "",
+    ):
         self.grpc_port, self.ops_port = free_ports(2)
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.arena_path = folder / "arena"
@@ -39,6 +47,8 @@ class KvStoreProcess:
             "ROUNDHOUSE_ARENA_PATH": str(self.arena_path),
             "ROUNDHOUSE_ARENA_BYTES": str(arena_bytes),
             "ROUNDHOUSE_SLOT_BYTES": str(slot_bytes),
+            "ROUNDHOUSE_DATA_DIR": str(data_dir),
+            "ROUNDHOUSE_DISK_BYTES": str(128 << 20),
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._channel = grpc.insecure_channel(

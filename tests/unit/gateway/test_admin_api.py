@@ -8,10 +8,11 @@ import httpx
 import pytest
 
 from roundhouse import subjects
+from roundhouse.block_keys import tenant_salt
 from roundhouse.catalogue.assembly import FileReading
 from roundhouse.catalogue.digests import DigestCache
 from roundhouse.catalogue.records import Catalogue, Engine, Interface, Model, Tenant
-from roundhouse.errors import CapacityExhausted
+from roundhouse.errors import CapacityExhausted, Unavailable
 from roundhouse.event_bus import Message
 from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
@@ -22,6 +23,7 @@ from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
 from services.gateway.operations.admin_models import ModelOperations
 from services.gateway.operations.admin_ports import LoadCommand
 from services.gateway.operations.apply import CatalogueApplication
+from services.gateway.operations.erase_cache import CacheErasure, NodeErasure
 from services.gateway.operations.keys import KeyOperations, KeyWish
 from tests.fakes.admission import InMemoryKeys
 from tests.fakes.catalogue import FixedCatalogue, InMemoryCatalogueStore
@@ -77,6 +79,21 @@ class EchoingUsage:
         return {"rows": [], "asked": dict(parameters)}
 
 
+class TwoCaches:
+    """`NodeCaches` of which the second one may be away."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes]] = []
+        self.away = ""
+
+    async def erase(self, address: str, salt: bytes, *, timeout_ms: int) -> NodeErasure:
+        """See `NodeCaches.erase`."""
+        if address == self.away:
+            raise Unavailable("the kvstore did not erase it")
+        self.asked.append((address, salt))
+        return NodeErasure(blocks=3, blocks_left=0)
+
+
 class World:
     """An admin API over fakes, and a client of it."""
 
@@ -90,6 +107,7 @@ class World:
         self.catalogue = FixedCatalogue(Catalogue(generation=3, tenants=tenants, models={CHAT.name: CHAT}))
         self.nodes = BusNodeStates(self.bus, self.clock)
         audit = BusAuditTrail(self.bus, self.clock)
+        self.caches = TwoCaches()
         self._chance = 0
         self.keys = KeyOperations(self.directory, self.catalogue, audit, self.clock, self._bytes)
         services = AdminServices(
@@ -101,6 +119,7 @@ class World:
             nodes=self.nodes,
             usage=EchoingUsage(),
             clock=self.clock,
+            erasing=CacheErasure("cluster", self.nodes, self.caches, audit),
         )
         transport = httpx.ASGITransport(admin_app(services))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1")
@@ -128,6 +147,7 @@ class World:
             pool=pool,
             accepting=True,
             loader_address=f"{node_id}:1",
+            kvstore_address=f"{node_id}:2",
             instances=instances,
             tiers=[tier],
         )
@@ -299,3 +319,32 @@ async def test_an_older_state_of_a_node_changes_nothing(world: World) -> None:
         await world.nodes._on_state(_message(state))
         seen.append((await world.nodes.all())[0].incarnation + str((await world.nodes.all())[0].sequence))
     assert seen == ["15", "15", "21"]
+
+
+async def test_a_tenants_cache_is_erased_on_every_node(world: World) -> None:
+    """Both kvstores are asked with the salt that requests of the tenant have, and nothing is left."""
+    await world.say("n1")
+    await world.say("n2")
+    answer = (await world.call("POST", f"/tenants/{ACME}/erase-cache")).json()
+    assert answer["erased"]
+    assert [(node["node"], node["blocks"], node["blocks_left"]) for node in answer["nodes"]] == [
+        ("n1", 3, 0),
+        ("n2", 3, 0),
+    ]
+    assert world.caches.asked == [("n1:2", tenant_salt("cluster", ACME)), ("n2:2", tenant_salt("cluster", ACME))]
+
+
+async def test_a_cache_that_could_not_be_erased_is_named(world: World) -> None:
+    """One of two nodes is away: the other is erased, and the answer says that the whole is not."""
+    await world.say("n1")
+    await world.say("n2")
+    world.caches.away = "n2:2"
+    answer = (await world.call("POST", f"/tenants/{ACME}/erase-cache")).json()
+    assert not answer["erased"]
+    assert [bool(node["error"]) for node in answer["nodes"]] == [False, True]
+
+
+async def test_only_operators_erase(world: World) -> None:
+    """A tenant's own key is not enough."""
+    answer = await world.call("POST", f"/tenants/{ACME}/erase-cache", await world.key_of(ACME, INFERENCE))
+    assert answer.status_code == 403
