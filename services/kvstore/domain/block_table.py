@@ -6,8 +6,8 @@ How a block lives:
 2. The writer fills the slot and calls `commit` with a checksum. If the arena holds those bytes and the parent is
    stored, the block is visible; else its slot is free again. A writer that dies loses the slot when its lease ends.
 3. `acquire` leases the longest stored run of a chain of keys to a reader. Pinned blocks never move and never go.
-4. Without leases it is in the use order, and is dropped when room is needed. What is dropped while leased is condemned:
-   found by nobody, its slot given back with the last lease.
+4. Without leases it is in the reuse order, and is dropped when room is needed. What is dropped while leased is
+   condemned: found by nobody, its slot given back with the last lease.
 
 Invariant 11: a block is found only with the salt that stored it. Invariant 12: units free + held = total; no lease
 outlives its time (every call with `now_ms` first ends what is due). A stored block's parent is stored, and a pinned
@@ -16,7 +16,7 @@ block's parents are pinned. Not here: bytes, checksums, other tiers. Not thread-
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.kvstore.domain.eviction import UseOrder
+from services.kvstore.domain.eviction import Rank, ReuseOrder, rank
 from services.kvstore.domain.leases import Lease, LeaseBook
 from services.kvstore.domain.records import (
     ROOT,
@@ -38,6 +38,8 @@ from services.kvstore.domain.records import (
 )
 from services.kvstore.domain.slot_arena import NoSlot, Slot, SlotArena
 
+GUARANTEED_SHARE = 0.5  # of the arena is divided among the salts in it; a loud tenant can flush the other half only
+
 
 class BlockTable:
     """All blocks of one arena. Lease ids start with `incarnation`."""
@@ -46,7 +48,9 @@ class BlockTable:
         """An empty table over an empty arena."""
         self._arena = arena
         self._leases = LeaseBook(incarnation)
-        self._order = UseOrder()
+        self._order = ReuseOrder(self._is_guarded)
+        self._salt_units: dict[bytes, int] = {}
+        self._now_ms = 0
         self._blocks: dict[bytes, Block] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._by_salt: dict[bytes, dict[bytes, None]] = {}
@@ -65,6 +69,7 @@ class BlockTable:
         if not run:
             return Missed()
         for block in run:
+            block.uses += 1
             self._pin(block)
         lease = self._leases.open(holder, now_ms, run)
         return Acquired(lease.lease_id, tuple(block.place() for block in run))
@@ -175,6 +180,7 @@ class BlockTable:
 
     def expire(self, now_ms: int) -> int:
         """End every lease whose time is up; returns how many. Idempotent."""
+        self._now_ms = now_ms
         ended = self._leases.expired(now_ms)
         for lease in ended:
             self._end(lease)
@@ -248,7 +254,7 @@ class BlockTable:
                 slot = self._make_room(units)
                 if isinstance(slot, NoSlot):
                     return writing, RefusalReason.NO_ROOM
-                block = Block(key, new.salt, new.model_digest, parent, slot, new.length)
+                block = Block(key, new.salt, new.model_digest, parent, slot, new.length, len(chain))
                 self._enter(block)
                 writing.append(block)
             elif (block.parent_key, block.salt, block.length) != (parent, new.salt, new.length):
@@ -261,6 +267,7 @@ class BlockTable:
     def _enter(self, block: Block) -> None:
         self._blocks[block.key] = block
         self._by_offset[block.slot.offset] = block
+        self._salt_units[block.salt] = self._salt_units.get(block.salt, 0) + block.slot.units
         self._by_salt.setdefault(block.salt, {})[block.key] = None
         self._children.setdefault(block.parent_key, {})[block.key] = None
 
@@ -285,7 +292,7 @@ class BlockTable:
         block.pins += 1
 
     def _unpin_chain(self, chain: Sequence[Block]) -> None:
-        """Children before parents, so that parents come later in the order of use."""
+        """Children before parents, so that parents are worth no less."""
         for block in reversed(chain):
             self._unpin(block)
 
@@ -299,7 +306,7 @@ class BlockTable:
             self._free(block)
         else:
             assert block.stored
-            self._order.add(block)
+            self._order.add(block, self._now_ms)
 
     # Dropping
 
@@ -310,14 +317,14 @@ class BlockTable:
         return slot
 
     def _evict_for(self, units: int) -> bool:
-        """Evict the oldest of the class, or all of an older extent; False if nothing may go."""
-        own, oldest = self._order.oldest(units), self._order.oldest_of_all()
-        if oldest is None:
+        """Evict the least worth of the class, or all of an extent worth less; False if nothing may go."""
+        own, least = self._order.least(units), self._order.least_of_all()
+        if least is None:
             return False
-        if own is not oldest:
-            extent = self._arena.extent_of(oldest.slot)
-            newest = self._order.newest_use(self._blocks_in(extent))
-            if newest is not None and (own is None or newest < own.used):
+        if own is not least:
+            extent = self._arena.extent_of(least.slot)
+            greatest = self._order.greatest_rank(self._blocks_in(extent))
+            if greatest is not None and (own is None or greatest < rank(own)):
                 self._evict(self._blocks_in(extent))
                 return True
         if own is not None:
@@ -326,16 +333,23 @@ class BlockTable:
         return self._evict_any_extent()
 
     def _evict_any_extent(self) -> bool:
-        """Clear the extent that has been unused longest. O(blocks); only for a class that has nothing to give."""
-        candidates: list[tuple[int, int]] = []
+        """Clear the extent least worth keeping. O(blocks); only for a class that has nothing to give."""
+        candidates: list[tuple[Rank, int]] = []
         for extent in self._arena.extents:
-            newest = self._order.newest_use(self._blocks_in(extent))
-            if newest:
-                candidates.append((newest, extent))
+            greatest = self._order.greatest_rank(self._blocks_in(extent), guarded=True)
+            if greatest is not None:
+                candidates.append((greatest, extent))
         if not candidates:
             return False
         self._evict(self._blocks_in(min(candidates)[1]))
         return True
+
+    def _is_guarded(self, salt: bytes) -> bool:
+        """Whether a salt holds no more than its share: half of the arena, divided equally among those in it."""
+        if len(self._salt_units) <= 1:
+            return False
+        share = GUARANTEED_SHARE * self._arena.units_total / len(self._salt_units)
+        return self._salt_units.get(salt, 0) <= share
 
     def _blocks_in(self, extent: int) -> list[Block]:
         return [self._by_offset[offset] for offset in self._arena.held_in(extent)]
@@ -343,6 +357,7 @@ class BlockTable:
     def _evict(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             if not block.condemned:  # gone already, below another one
+                self._order.evicted(block, self._now_ms)
                 self._evictions += self._drop_subtree(block)
 
     def _drop_subtree(self, block: Block) -> int:
@@ -359,6 +374,9 @@ class BlockTable:
         del self._blocks[block.key]
         _remove(self._children, block.parent_key, block.key)
         _remove(self._by_salt, block.salt, block.key)
+        self._salt_units[block.salt] -= block.slot.units
+        if block.salt not in self._by_salt:
+            del self._salt_units[block.salt]
         if block.stored:
             self._visible -= 1
             self._dropped.append(block.key)

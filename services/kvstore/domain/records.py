@@ -151,11 +151,15 @@ class Block:
     parent_key: bytes
     slot: Slot
     length: int
+    depth: int = 0  # blocks above it
     checksum: int = 0
     stored: bool = False
     condemned: bool = False
     pins: int = 0
-    used: int = 0
+    uses: int = 0  # lookups that found it
+    used_ms: int = 0  # when its last lease ended
+    worth: float = 0.0  # see `eviction`
+    tick: int = 0
 
     def place(self) -> BlockPlace:
         """Where it lies."""
