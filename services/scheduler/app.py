@@ -26,6 +26,7 @@ from services.scheduler.adapters.node_bucket import stored_states
 from services.scheduler.adapters.redis_store import RedisSchedulingStore
 from services.scheduler.domain.placement import ResidencyPolicy
 from services.scheduler.domain.service import Policy
+from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.completion import Completion
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.nodes import NodeRegistry
@@ -115,7 +116,8 @@ class Replica:
         self._dispatcher.on_cold = self._upkeep.hurry
         self.nodes.listen(self._dispatcher.wake)
         submission = Submission(store, pools, self._dispatcher, clock, instruments)
-        completion = Completion(store, self._dispatcher, clock, instruments)
+        self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
+        completion = Completion(store, self._dispatcher, clock, instruments, self._broken)
         self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes)
 
     @asynccontextmanager
@@ -129,6 +131,7 @@ class Replica:
         finally:
             for subscription in subscriptions:
                 await subscription.stop()
+            await self._broken.stop()
             await self._residency.stop()
 
 

@@ -129,6 +129,12 @@ class LoaderFleet(Protocol):
         DeadlinePassed, Unavailable (the loader is away, or the load failed: the message says why)."""
         ...
 
+    async def ensure_unloaded(self, address: str, request: loading_pb2.EnsureUnloadedRequest) -> None:
+        """Return once the version is gone and its memory free; that it was not there is no error. Idempotent.
+
+        Raises Conflict (a newer order wants it), DeadlinePassed (the unload goes on), Unavailable."""
+        ...
+
 
 class GatewayLink(Protocol):
     """The gateways, by id."""

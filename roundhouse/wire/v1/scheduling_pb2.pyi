@@ -408,6 +408,8 @@ class Finished(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RUN_MS_FIELD_NUMBER: _builtins.int
+    INSTANCE_BROKEN_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     lease_id: _builtins.str
@@ -418,6 +420,10 @@ class Finished(_message.Message):
     output_tokens: _builtins.int
     run_ms: _builtins.int
     """on the instance"""
+    instance_broken: _builtins.bool
+    """the model process behind it died: it answers nothing any more, whatever its index says"""
+    node_id: _builtins.str
+    """of the instance it ran on"""
     def __init__(
         self,
         *,
@@ -430,10 +436,12 @@ class Finished(_message.Message):
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         run_ms: _builtins.int = ...,
+        instance_broken: _builtins.bool = ...,
+        node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "input_tokens", b"input_tokens", "lease_id", b"lease_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,15 @@ class GrpcLoaderFleet:
         finally:
             call.cancel()
 
+    async def ensure_unloaded(self, address: str, request: loading_pb2.EnsureUnloadedRequest) -> None:
+        """See `LoaderFleet.ensure_unloaded`."""
+        stub = loading_pb2_grpc.LoaderStub(self._channel(address))
+        timeout_s = request.deadline_ms / 1000 + MARGIN_S
+        try:
+            await stub.EnsureUnloaded(request, timeout=timeout_s, metadata=telemetry.trace_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, request.version.model) from error
+
     async def close(self) -> None:
         """Close every channel."""
         for channel in self._channels.values():

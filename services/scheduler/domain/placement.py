@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from roundhouse.vocabulary import NodeId
 from services.scheduler.domain.nodes import ARRIVING, LEAVING, InstanceView, NodeView, Residence, VersionSpec
-from services.scheduler.domain.records import InstanceKey, PoolState, VersionKey, instance_key
+from services.scheduler.domain.records import BROKEN, InstanceKey, PoolState, VersionKey, instance_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,11 @@ class _Planner:
         return Plan(tuple(reopen), tuple(self.loads), tuple(self.rotations), tuple(deferred))
 
     def _reopen(self) -> list[Reopen]:
-        done = [key for key, purpose in self.closed.items() if not self._claimed(purpose) and not self._wants(purpose)]
+        done = [
+            key
+            for key, purpose in self.closed.items()
+            if purpose != BROKEN and not self._claimed(purpose) and not self._wants(purpose)
+        ]
         for key in done:
             del self.closed[key]
         return [Reopen(key) for key in sorted(done)]
@@ -147,8 +151,8 @@ class _Planner:
             found = node.find(version) if node.healthy else None
             if found is None:
                 continue
-            if found.residence in ARRIVING:
-                return True
+            if found.residence in ARRIVING and retry_at_ms(self.view.state, node, version) <= self.now_ms:
+                return True  # else: a load that was given up, such as one whose victims do not leave
             if found.residence is Residence.READY and instance_key(node.node_id, version) not in self.closed:
                 return True
         return False
@@ -242,7 +246,11 @@ class _Planner:
         return not used and self._may_leave(node, instance)
 
     def _replicas(self, version: VersionKey) -> int:
-        there = sum(1 for node in self.view.nodes if node.healthy and _holds(node, version))
+        there = sum(
+            1
+            for node in self.view.nodes
+            if node.healthy and _holds(node, version) and self.closed.get(instance_key(node.node_id, version)) != BROKEN
+        )
         claimed = self.view.state.loads.get(version)
         if claimed is not None and self._claimed(version):
             holder = next((node for node in self.view.nodes if node.node_id == claimed.node_id), None)

@@ -13,6 +13,9 @@ AttemptId = NewType("AttemptId", str)  # "<request_id>/<attempt>"
 VersionKey = NewType("VersionKey", str)  # "<model>@<digest>"; the digest holds no "@", so this is injective
 InstanceKey = NewType("InstanceKey", str)  # "<length of node>:<node>:<version>"
 
+BROKEN = VersionKey("@broken")
+"""The purpose of the drain mark on an instance whose process died; no model is called "", so no demand has it."""
+
 CLASSES: tuple[PriorityClass, ...] = (PriorityClass.INTERACTIVE, PriorityClass.STANDARD, PriorityClass.BATCH)
 """Most urgent first: also the order in which ties between classes are broken."""
 

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from roundhouse.clock import Clock
-from roundhouse.vocabulary import Outcome, PoolName
+from roundhouse.vocabulary import NodeId, Outcome, PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.scheduler.domain.records import Ending, Progress, Settled, Tokens, attempt_id
+from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.pools import DEFAULT_POOL
 from services.scheduler.ports import Instruments, SchedulingStore
@@ -18,23 +19,37 @@ from services.scheduler.ports import Instruments, SchedulingStore
 class Completion:
     """Takes what gateways report."""
 
-    def __init__(self, store: SchedulingStore, dispatcher: Dispatcher, clock: Clock, instruments: Instruments) -> None:
+    def __init__(
+        self,
+        store: SchedulingStore,
+        dispatcher: Dispatcher,
+        clock: Clock,
+        instruments: Instruments,
+        broken: BrokenInstances,
+    ) -> None:
         self._store = store
+        self._broken = broken
         self._dispatcher = dispatcher
         self._clock = clock
         self._instruments = instruments
 
     async def finished(self, reports: Iterable[wire.Finished]) -> None:
         """Settle attempts and free their slots. Raises Unavailable; the next heartbeats repeat the reports."""
-        by_pool: dict[PoolName, list[Ending]] = defaultdict(list)
+        by_pool: dict[PoolName, list[wire.Finished]] = defaultdict(list)
         for report in reports:
-            by_pool[_pool(report.pool)].append(_ending(report))
-        for pool, endings in by_pool.items():
+            by_pool[_pool(report.pool)].append(report)
+        for pool, ended in by_pool.items():
+            endings = [_ending(report) for report in ended]
             answers = await self._store.finish(pool, endings, self._clock.now_ms())
-            for ending, answer in zip(endings, answers, strict=True):
-                if isinstance(answer, Settled):
-                    self._instruments.ended(pool, ending.outcome)
-                    self._dispatcher.wake(pool, answer.version)
+            settled = [
+                (report, answer) for report, answer in zip(ended, answers, strict=True) if isinstance(answer, Settled)
+            ]
+            for report, answer in settled:
+                if report.instance_broken:  # close it before its free slot is offered
+                    await self._broken.report(pool, NodeId(report.node_id), answer.version, report.run_ms)
+            for report, answer in settled:
+                self._instruments.ended(pool, Outcome.from_wire(report.outcome))
+                self._dispatcher.wake(pool, answer.version)
 
     async def cancelled(self, cancel: wire.Cancel) -> None:
         """Take a request out of its queue; one that runs ends by its own report. Raises Unavailable."""

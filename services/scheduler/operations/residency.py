@@ -29,6 +29,7 @@ from services.scheduler.domain.records import (
     VersionKey,
     digest_of,
     model_of,
+    version_key,
 )
 from services.scheduler.domain.residency import Claimed, ClaimOrder, DrainOrder
 from services.scheduler.domain.viability import BackingOff, viability
@@ -46,8 +47,15 @@ FIRST_RETRY_MS = 1_000
 LONGEST_RETRY_MS = 60_000
 RETRY_MARGIN_MS = 100  # after the loader's own pause, so that a try does not meet its end
 FRESH_STATE_MS = 2_000  # how long to wait for the node's next state after a load: two of its periods
+STUCK_CHECK_S = 0.5
+VICTIM_PATIENCE_MS = 5_000  # five states of the node: an unload that Triton confirms takes well under a second
+UNCONFIRMED_RETRY_MS = 3_000  # a guess: long enough for another node to be chosen, short if there is none
 PLANS_MAX = 16  # plans one turn may act on: that many cold models begin to load at once
 NEVER_MS = 2**52  # later than any deadline
+
+
+class VictimsStay(CapacityExhausted):
+    """The load was given up by its follower, because an unload before it is not confirmed."""
 
 
 @dataclass(slots=True)
@@ -205,7 +213,29 @@ class Residency:
             victims=[model_of(victim.version) for victim in load.victims],
             reason=load.reason,
         )
-        async for progress in self._loaders.ensure_loaded(state.loader_address, request):
+        following = asyncio.create_task(self._until_ready(state.loader_address, request), name="load-progress")
+        begun_ms = self._clock.now_ms()
+        try:
+            while not (await asyncio.wait([following], timeout=STUCK_CHECK_S))[0]:
+                if self._clock.now_ms() - begun_ms >= VICTIM_PATIENCE_MS and self._victims_stay(load):
+                    raise VictimsStay("what had to leave first does not leave")
+            await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    def _victims_stay(self, load: Load) -> bool:
+        """Whether the node still says that it unloads a victim: its Triton may never confirm it."""
+        state = self._pools.nodes.state(load.node_id)
+        leaving = {victim.version for victim in load.victims}
+        return state is not None and any(
+            version_key(each.version.model, each.version.digest) in leaving
+            and each.state == vocabulary_pb2.INSTANCE_STATE_UNLOADING
+            for each in state.instances
+        )
+
+    async def _until_ready(self, address: str, request: loading_pb2.EnsureLoadedRequest) -> None:
+        async for progress in self._loaders.ensure_loaded(address, request):
             if progress.state == vocabulary_pb2.INSTANCE_STATE_READY:
                 return
         raise Unavailable("the loader ended its answer before the model was ready")
@@ -227,6 +257,8 @@ class Residency:
         before = view.state.failures.get((load.version, load.node_id))
         tries = before.tries if before else 0
         match error:
+            case VictimsStay():
+                return LoadFailure(now_ms + UNCONFIRMED_RETRY_MS, tries, error.message)
             case CapacityExhausted() | Conflict():
                 return LoadFailure(now_ms + NO_ROOM_RETRY_MS, tries, error.message)
             case InvalidInput():  # FAILED_PRECONDITION: it can never fit that node

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from roundhouse import subjects
 from roundhouse.catalogue.records import Catalogue, Engine, Interface, Model
 from roundhouse.clock import Clock
-from roundhouse.errors import CapacityExhausted, Unavailable
+from roundhouse.errors import CapacityExhausted, DeadlinePassed, Unavailable
 from roundhouse.event_bus import EventBus, Message
 from roundhouse.vocabulary import Digest, ModelName, PoolName, PriorityClass
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
@@ -60,6 +60,9 @@ class FakeNode:
     capacity: int = 100
     load_ms: int = 1_000
     broken: set[str] = field(default_factory=set)  # models whose load fails
+    dead: set[str] = field(default_factory=set)  # models whose process died: ready by name only
+    stuck: set[str] = field(default_factory=set)  # models whose unload is never confirmed
+    unloading: dict[str, int] = field(default_factory=dict)
     silent: bool = False
     ready: dict[str, int] = field(default_factory=dict)  # model → since
     loading: dict[str, int] = field(default_factory=dict)
@@ -85,13 +88,14 @@ class FakeNode:
             triton_grpc_address=f"{self.node_id}:8001",
             loader_address=self.address or self.node_id,
         )
-        used = sum(self._size(name) for name in self.ready)
+        used = sum(self._size(name) for name in (*self.ready, *self.unloading))
         reserved = sum(self._size(name) for name in self.loading)
         assert used + reserved <= self.capacity, "invariant 6"
         state.tiers.add(tier=vocabulary_pb2.TIER_DEVICE, capacity=self.capacity, resident=used, reserved=reserved)
         for residence, names in (
             (vocabulary_pb2.INSTANCE_STATE_READY, self.ready),
             (vocabulary_pb2.INSTANCE_STATE_LOADING, self.loading),
+            (vocabulary_pb2.INSTANCE_STATE_UNLOADING, self.unloading),
         ):
             for name, since_ms in names.items():
                 spec = self.source.current.models[ModelName(name)]
@@ -123,7 +127,10 @@ class FakeNode:
         if self.silent:
             raise Unavailable("the loader is away")
         if name not in self.ready and name not in self.loading:
-            self._make_room(name, [victim.model for victim in request.unload_first])
+            victims = [victim.model for victim in request.unload_first]
+            if self.stuck & set(victims):
+                await self._wait_in_vain(self.stuck & set(victims), request.deadline_ms)
+            self._make_room(name, victims)
             self.loads.append(name)
             self.loading[name] = self.clock.now_ms()
             task = asyncio.create_task(self._load(name))
@@ -136,6 +143,13 @@ class FakeNode:
             raise Unavailable(f"{name}: the weights file is empty")
         yield loading_pb2.LoadProgress(state=vocabulary_pb2.INSTANCE_STATE_READY)
 
+    async def _wait_in_vain(self, victims: set[str], deadline_ms: int) -> None:
+        for victim in victims:
+            self.unloading[victim] = self.ready.pop(victim)
+        await self.announce()
+        await self.clock.sleep_ms(deadline_ms)
+        raise DeadlinePassed("what had to leave first was not gone")
+
     async def _load(self, name: str) -> None:
         await self.announce()
         await self.clock.sleep_ms(self.load_ms)
@@ -144,6 +158,18 @@ class FakeNode:
             self.ready[name] = self.clock.now_ms()
             self.instances_max = max(self.instances_max, len(self.ready))
         await self.announce()
+
+    async def unload(self, request: loading_pb2.EnsureUnloadedRequest) -> None:
+        """EnsureUnloaded; whatever runs there has died already."""
+        name = request.version.model
+        self.dead.discard(name)
+        if name in self.stuck:
+            self.unloading[name] = self.ready.pop(name, self.unloading.get(name, 0))
+            await self.announce()
+            raise DeadlinePassed("it is still unloading")
+        if self.ready.pop(name, None) is not None:
+            self.unloads.append(name)
+            await self.announce()
 
     def _make_room(self, name: str, victims: list[str]) -> None:
         for victim in victims:
@@ -157,7 +183,7 @@ class FakeNode:
             raise CapacityExhausted(f"{name} does not fit")
 
     def _free(self) -> int:
-        return self.capacity - sum(self._size(each) for each in (*self.ready, *self.loading))
+        return self.capacity - sum(self._size(each) for each in (*self.ready, *self.loading, *self.unloading))
 
     def _size(self, name: str) -> int:
         return self.source.current.models[ModelName(name)].device_bytes
@@ -174,6 +200,9 @@ class FakeLoaders:
     ) -> AsyncIterator[loading_pb2.LoadProgress]:
         async for progress in self.nodes[address].load(request):
             yield progress
+
+    async def ensure_unloaded(self, address: str, request: loading_pb2.EnsureUnloadedRequest) -> None:
+        await self.nodes[address].unload(request)
 
 
 @dataclass
@@ -201,6 +230,7 @@ class FakeGateway:
     gateway_id: str = "g1"
     asked: dict[tuple[str, int], Asked] = field(default_factory=dict)
     crashed: bool = False
+    broken_at_end: set[str] = field(default_factory=set)  # requests that find their instance dead when they end
     finished: list[tuple[int, wire.Finished]] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _started: set[tuple[str, int]] = field(default_factory=set)
@@ -307,7 +337,9 @@ class FakeGateway:
     async def _stream(self, asked: Asked, grant: wire.Grant) -> None:
         node, name = self.nodes[grant.placements[0].node_id], asked.request.model
         outcome = vocabulary_pb2.OUTCOME_DONE
-        if name not in node.ready:
+        broken = name in node.dead
+        request_id = asked.request.request_id
+        if broken or name not in node.ready:
             outcome = vocabulary_pb2.OUTCOME_FAILED
         else:
             node.now_running[name] += 1
@@ -315,6 +347,8 @@ class FakeGateway:
                 await self.clock.sleep_ms(asked.run_ms)
             finally:
                 node.now_running[name] -= 1
+        if request_id in self.broken_at_end:
+            broken, outcome = True, vocabulary_pb2.OUTCOME_FAILED
         self._end(asked, "done" if outcome == vocabulary_pb2.OUTCOME_DONE else "failed")
         report = wire.Finished(
             request_id=asked.request.request_id,
@@ -323,7 +357,9 @@ class FakeGateway:
             outcome=outcome,
             input_tokens=asked.request.input_tokens,
             output_tokens=asked.output_tokens,
-            run_ms=asked.run_ms,
+            run_ms=asked.run_ms if request_id in self.broken_at_end or not broken else 0,
+            instance_broken=broken,
+            node_id=node.node_id,
         )
         self.finished.append((self.clock.now_ms(), report))
         await self.bus.publish(subjects.WORK_FINISHED, report.SerializeToString())

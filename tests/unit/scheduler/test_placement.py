@@ -15,6 +15,7 @@ from services.scheduler.domain.placement import (
     plan,
 )
 from services.scheduler.domain.records import (
+    BROKEN,
     DrainMark,
     InstanceKey,
     LaneDepth,
@@ -179,3 +180,23 @@ def test_viability_tells_what_can_run() -> None:
     assert ask(waiting(), node("n1", 100)) == Viable(0)
     assert ask(failed, node("n1", 100)) == BackingOff(NOW + 5, 2, "broke")
     assert ask(failed, node("n1", 100), node("n2", 100)) == Viable(0)
+
+
+def test_a_dead_instance_is_neither_served_nor_evicted_nor_reopened() -> None:
+    """`a` is closed as broken on n1: it loads on n2; nothing is taken from n1 although it looks ready and idle."""
+    mark = {on("n1", A): DrainMark(BROKEN, NOW + 1)}
+    state = replace(waiting(a=10_000), drains=mark)
+    decided = decide(state, node("n1", 100, ready(A)), node("n2", 100))
+    assert decided.loads == (Load(A, NodeId("n2"), 100, (), "demand"),)
+    assert decided.reopen == ()
+    alone = decide(replace(waiting(b=10_000), drains=mark), node("n1", 100, ready(A)))
+    assert (alone.loads, alone.rotations) == ((), ())
+
+
+def test_a_load_that_was_given_up_does_not_count_as_on_its_way() -> None:
+    """`a` is still "loading" on n1, where its victims do not leave: until the pause ends, n2 may load it."""
+    stuck = replace(ready(A), residence=Residence.LOADING)
+    failures = {(A, NodeId("n1")): LoadFailure(NOW + 1, 0, "what had to leave first does not leave")}
+    decided = decide(replace(waiting(a=10), failures=failures), node("n1", 100, stuck), node("n2", 100))
+    assert [load.node_id for load in decided.loads] == [NodeId("n2")]
+    assert decide(waiting(a=10), node("n1", 100, stuck), node("n2", 100)).loads == ()

@@ -1,0 +1,102 @@
+"""An instance whose process died: no new request on it at once, then off its node, until the node says it is gone.
+
+Triton goes on calling such a model READY, and may never confirm its unload. So the mark that closes the instance is
+kept alive until the unload is confirmed, and its memory counts as taken; demand loads the model on another node, or on
+this one afterwards. If this process dies, the mark ends after `HOLD_MS` and the next failed request reports it again.
+"""
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from roundhouse.clock import Clock
+from roundhouse.errors import RoundhouseError, Unavailable
+from roundhouse.vocabulary import NodeId, PoolName
+from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
+from services.scheduler.domain.nodes import Residence
+from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, digest_of, instance_key, model_of
+from services.scheduler.domain.residency import DrainOrder
+from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.pools import Pools
+from services.scheduler.ports import LoaderFleet, SchedulingStore
+
+log = structlog.get_logger(__name__)
+
+HOLD_MS = 15_000  # as the marks of loads: what a crashed replica leaves ends after this
+UNLOAD_MS = 4_000  # of one order; renewed well within `HOLD_MS`
+PAUSE_MS = 1_000  # between orders, and for the node's next state
+REASON = "broken"
+
+
+class BrokenInstances:
+    """Follows the instances that this process was told about. One task an instance."""
+
+    def __init__(
+        self, store: SchedulingStore, pools: Pools, loaders: LoaderFleet, dispatcher: Dispatcher, clock: Clock
+    ) -> None:
+        self._store = store
+        self._pools = pools
+        self._loaders = loaders
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._tasks: dict[InstanceKey, asyncio.Task[None]] = {}
+
+    async def report(self, pool: PoolName, node_id: NodeId, version: VersionKey, run_ms: int) -> None:
+        """A request that ran `run_ms` found the instance dead. Idempotent; raises Unavailable.
+
+        Ignored if the instance became ready only after that request began: it is a new one, and may be well."""
+        key = instance_key(node_id, version)
+        now_ms = self._clock.now_ms()
+        if key in self._tasks or not self._is_ready(pool, node_id, version, since_ms=now_ms - run_ms):
+            return
+        await self._close(pool, key, version)
+        log.warning("instance_broken", node=node_id, model=model_of(version))
+        task = asyncio.create_task(self._remove(pool, node_id, version), name="broken-instance")
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def stop(self) -> None:
+        """Follow no longer; the unloads go on at their loaders."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _is_ready(self, pool: PoolName, node_id: NodeId, version: VersionKey, *, since_ms: int) -> bool:
+        found = next((each.find(version) for each in self._pools.nodes.nodes(pool) if each.node_id == node_id), None)
+        return found is not None and found.residence is Residence.READY and found.since_ms <= since_ms
+
+    async def _close(self, pool: PoolName, key: InstanceKey, version: VersionKey) -> None:
+        now_ms = self._clock.now_ms()
+        order = DrainOrder(key, version, BROKEN, now_ms + HOLD_MS, rotate=True)
+        await self._store.begin_drain(pool, order, now_ms)  # denied = closed already, for another purpose
+
+    async def _remove(self, pool: PoolName, node_id: NodeId, version: VersionKey) -> None:
+        key = instance_key(node_id, version)
+        self._dispatcher.wake(pool)  # its demand is cold now: a plan may load it elsewhere at once
+        while (state := self._pools.nodes.state(node_id)) is not None:
+            if await self._unloaded(state.loader_address, version):
+                break
+            await self._clock.sleep_ms(PAUSE_MS)
+            with suppress(Unavailable):
+                await self._close(pool, key, version)
+        while self._pools.is_ready(node_id, version):  # until the node itself says that it has gone
+            await self._clock.sleep_ms(50)
+        with suppress(Unavailable):  # then the mark ends by itself
+            await self._store.clear_drain(pool, key, self._clock.now_ms())
+        self._dispatcher.wake(pool)
+
+    async def _unloaded(self, address: str, version: VersionKey) -> bool:
+        request = loading_pb2.EnsureUnloadedRequest(
+            version=vocabulary_pb2.ModelVersion(model=model_of(version), digest=digest_of(version)),
+            generation=self._clock.now_ms(),
+            deadline_ms=UNLOAD_MS,
+            reason=REASON,
+        )
+        try:
+            await self._loaders.ensure_unloaded(address, request)
+        except RoundhouseError as error:
+            log.info("broken_instance_stays", model=model_of(version), reason=error.message)
+            return False
+        return True
