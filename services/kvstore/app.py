@@ -101,7 +101,9 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
             table = BlockTable(SlotArena(settings.arena_bytes, settings.slot_bytes), incarnation)
             disk = await _open_disk(stack, settings, table, arena, clock or SystemClock())
             service = BlockService(table, arena, clock or SystemClock(), disk)
-            stack.enter_context(table_metrics(telemetry.REGISTRY, service.statistics, settings.slot_bytes))
+            stack.enter_context(
+                table_metrics(telemetry.REGISTRY, service.statistics, service.disk_counts, settings.slot_bytes)
+            )
 
             server = GrpcServer()
             servicer = KvStoreServicer(service, arena, slot_bytes=settings.slot_bytes, incarnation=incarnation)

@@ -8,11 +8,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.kvstore.domain.records import TableStatistics
+from services.kvstore.operations.disk_tier import DiskCounts
 
 
 class _TableCollector(Collector):
-    def __init__(self, statistics: Callable[[], TableStatistics], slot_bytes: int) -> None:
+    def __init__(
+        self, statistics: Callable[[], TableStatistics], disk: Callable[[], DiskCounts], slot_bytes: int
+    ) -> None:
         self._statistics = statistics
+        self._disk = disk
         self._slot_bytes = slot_bytes
 
     def collect(self) -> Iterator[Metric]:
@@ -35,14 +39,31 @@ class _TableCollector(Collector):
             ("leases_expired", "Leases that ended by time.", counts.leases_expired),
         ):
             yield CounterMetricFamily(f"roundhouse_kv_{name}", text, value=value)
+        yield from self._collect_disk(self._disk())
+
+    def _collect_disk(self, counts: DiskCounts) -> Iterator[Metric]:
+        yield GaugeMetricFamily("roundhouse_kv_disk_bytes", "Bytes of segment files.", value=counts.bytes_held)
+        yield GaugeMetricFamily("roundhouse_kv_disk_blocks", "Blocks on disk.", value=counts.blocks)
+        for name, text, value in (
+            ("written", "Blocks written to disk.", counts.written),
+            ("promoted", "Blocks read from disk into memory.", counts.promoted),
+            ("dropped", "Blocks dropped from disk to make room.", counts.dropped),
+            ("refused", "Blocks not written: queue full, bound of a tenant, parent missing.", counts.refused),
+            ("corrupt", "Blocks read from disk with a wrong checksum.", counts.corrupt),
+            ("errors", "Faults of the file system.", counts.errors),
+        ):
+            yield CounterMetricFamily(f"roundhouse_kv_disk_{name}", text, value=value)
 
 
 @contextmanager
 def table_metrics(
-    registry: CollectorRegistry, statistics: Callable[[], TableStatistics], slot_bytes: int
+    registry: CollectorRegistry,
+    statistics: Callable[[], TableStatistics],
+    disk: Callable[[], DiskCounts],
+    slot_bytes: int,
 ) -> Iterator[None]:
     """Serve the counts in `registry` while the context is open."""
-    collector = _TableCollector(statistics, slot_bytes)
+    collector = _TableCollector(statistics, disk, slot_bytes)
     registry.register(collector)
     try:
         yield
