@@ -17,40 +17,19 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
-from hashlib import sha256
-from io import RawIOBase
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from roundhouse.catalogue.digests import FileEntry, digest_of_entries, version_files
+from roundhouse.catalogue.digests import version_files
 from roundhouse.clock import Clock
 from roundhouse.errors import InvalidInput, NotFound, Unavailable
 from roundhouse.vocabulary import Digest
+from services.loader.adapters.parallel_copy import Manifest, ParallelCopy
 from services.loader.ports import CachedVersion
 
 log = structlog.get_logger(__name__)
-
-CHUNK_BYTES = 1024 * 1024  # large enough that Python's share of the time is small
-REPORT_BYTES = 32 * 1024 * 1024  # how often a caller hears of progress; about 30 times a second on a fast disk
-
-
-class ManifestFile(msgspec.Struct, frozen=True):
-    """One verified file, as it was when it was verified."""
-
-    name: str
-    size: int
-    mtime_ns: int
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What a version consists of."""
-
-    digest: str
-    is_single_file: bool
-    files: list[ManifestFile]
-
 
 _encode = msgspec.json.encode
 _decode = msgspec.json.Decoder(Manifest).decode
@@ -89,7 +68,7 @@ class DiskCache:
         def report(done: int) -> None:
             loop.call_soon_threadsafe(on_bytes, done)
 
-        copy = _Copy(Path(source_path), size_max, report, stopped)
+        copy = ParallelCopy(Path(source_path), size_max, report, stopped)
         try:
             return await asyncio.to_thread(self._stage, copy, digest)
         except asyncio.CancelledError:
@@ -149,7 +128,7 @@ class DiskCache:
         size = sum(file.size for file in manifest.files)
         return CachedVersion(Digest(manifest.digest), _content(path, manifest), size, used_ms)
 
-    def _stage(self, copy: "_Copy", digest: Digest) -> CachedVersion:
+    def _stage(self, copy: ParallelCopy, digest: Digest) -> CachedVersion:
         hexadecimal = _hex(digest)
         temporary = self._incoming / f"{hexadecimal}.{uuid.uuid4().hex[:8]}"
         try:
@@ -179,61 +158,6 @@ class DiskCache:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-class _Copy:
-    """One pass over a source: copied and hashed together."""
-
-    def __init__(self, source: Path, size_max: int, report: Callable[[int], None], stopped: threading.Event) -> None:
-        self._source = source
-        self._size_max = size_max
-        self._report = report
-        self._stopped = stopped
-        self._done = 0
-        self._reported = 0
-
-    def run(self, target: Path, digest: Digest) -> Manifest:
-        """Copy to `target`. Raises NotFound, InvalidInput (not the digest's content), OSError (the target's disk)."""
-        files = version_files(self._source)
-        entries = [self._file(name, file, target / name) for name, file in files]
-        found = digest_of_entries(entries)
-        if found != digest:
-            raise InvalidInput(f"the source has other content than the catalogue: {found}, not {digest}")
-        verified = [ManifestFile(entry.name, entry.size, _mtime_ns(target / entry.name)) for entry in entries]
-        return Manifest(digest, self._source.is_file(), verified)
-
-    def _file(self, name: str, source: Path, target: Path) -> FileEntry:
-        content, size = sha256(), 0
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            reader = source.open("rb", buffering=0)
-        except OSError as error:
-            raise NotFound(f"{source} cannot be read: {error.strerror}") from error
-        with reader, target.open("wb", buffering=0) as writer:
-            while chunk := _read(reader, source):
-                content.update(chunk)
-                writer.write(chunk)
-                size += len(chunk)
-                self._count(len(chunk))
-            os.fsync(writer.fileno())
-        return FileEntry(name, size, content.digest())
-
-    def _count(self, size: int) -> None:
-        if self._stopped.is_set():
-            raise Unavailable("the loader is stopping")
-        self._done += size
-        if self._done > self._size_max:
-            raise InvalidInput("the source grew while it was copied")
-        if self._done - self._reported >= REPORT_BYTES:
-            self._reported = self._done
-            self._report(self._done)
-
-
-def _read(reader: RawIOBase, source: Path) -> bytes:
-    try:
-        return reader.read(CHUNK_BYTES) or b""
-    except OSError as error:
-        raise NotFound(f"{source} cannot be read: {error.strerror}") from error
-
-
 def _measure(source: Path) -> int:
     return sum(_size(file) for _, file in version_files(source))
 
@@ -248,10 +172,6 @@ def _size(file: Path) -> int:
 def _content(path: Path, manifest: Manifest) -> Path:
     content = path / "content"
     return content / manifest.files[0].name if manifest.is_single_file else content
-
-
-def _mtime_ns(file: Path) -> int:
-    return file.stat().st_mtime_ns
 
 
 def _hex(digest: Digest) -> str:

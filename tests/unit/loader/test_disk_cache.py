@@ -10,7 +10,8 @@ from roundhouse.catalogue.digests import version_digest
 from roundhouse.clock import SystemClock
 from roundhouse.errors import InvalidInput, Unavailable
 from roundhouse.vocabulary import Digest
-from services.loader.adapters.disk_cache import REPORT_BYTES, DiskCache
+from services.loader.adapters.disk_cache import DiskCache
+from services.loader.adapters.parallel_copy import REPORT_BYTES
 
 
 def ignore(_: int) -> None:
