@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from roundhouse.catalogue.records import Catalogue
 from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
@@ -69,8 +71,7 @@ class Ledger(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(Struct, frozen=True):
     """One message of the usage stream, decoded. `payload` is a text (the reason) if it cannot be read.
 
     `token` is the adapter's own, for acknowledging."""

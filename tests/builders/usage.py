@@ -1,8 +1,9 @@
 """Usage events for tests, with every field set to something that shows when it is swapped with another."""
 
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any
+
+from msgspec.structs import replace
 
 from roundhouse.catalogue.records import Catalogue, Engine, Interface, Model, Price
 from roundhouse.vocabulary import Digest, ModelName, Outcome, PriorityClass

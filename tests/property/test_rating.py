@@ -1,11 +1,11 @@
 """Rating is exact and adds up."""
 
-from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from roundhouse.catalogue.records import Price
 from services.metering.domain.rating import money_text, rate

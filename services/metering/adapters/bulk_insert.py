@@ -18,6 +18,7 @@ from services.metering.domain.ledger import LedgerRow
 from services.metering.domain.rating import money_text
 
 ROWS_A_STATEMENT_MAX: Final = 128  # times 34 columns: far below SQLite's 32,766 parameters
+_AMOUNT: Final = INSERTED.index("amount")
 _COLUMNS: Final = ", ".join(INSERTED)
 _COPY: Final = f"COPY {usage_rows.name} ({_COLUMNS}) FROM STDIN"
 
@@ -28,7 +29,8 @@ def insert_rows(connection: Connection, rows: Sequence[LedgerRow]) -> None:
         _copy(connection, rows)
         return
     for part in _parts(rows):
-        values = chain.from_iterable((*row[:-1], money_text(row[-1])) for row in map(column_values, part))
+        values = list(chain.from_iterable(map(column_values, part)))
+        values[_AMOUNT :: len(INSERTED)] = [money_text(row.rating.amount) for row in part]
         connection.exec_driver_sql(_insert_statement(len(part)), tuple(values))
 
 

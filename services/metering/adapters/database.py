@@ -5,6 +5,8 @@ in WAL mode with full synchronisation: an event is acknowledged only after it is
 could undo would be a lost bill. No query is here.
 """
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -22,6 +24,8 @@ from services.metering.domain.rating import money_text
 BUSY_MS: Final = 5_000  # longer than any transaction of ours; another process may hold the file
 CONNECT_TIMEOUT_S: Final = 5
 STATEMENT_TIMEOUT_MS: Final = 30_000  # a guess: a usage query that takes longer needs a narrower period
+CHECKPOINT_PAGES: Final = 16_384  # 64 MiB of WAL: a full batch dirties about 1,000 pages, SQLite's default
+CACHE_KIB: Final = 65_536  # the index of event ids is random: it must not fall out of the cache within a batch
 READERS: Final = 4  # queries at once; a guess, each holds a thread
 
 
@@ -86,9 +90,27 @@ def _open(url: URL, *, connections: int, begin: str, isolation: str) -> Engine:
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # we begin transactions ourselves; the driver would begin them too late
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", f"busy_timeout={BUSY_MS}"):
+    for pragma in (
+        *("synchronous=FULL", f"busy_timeout={BUSY_MS}"),
+        *(f"wal_autocheckpoint={CHECKPOINT_PAGES}", f"cache_size=-{CACHE_KIB}"),
+    ):
         connection.execute(f"PRAGMA {pragma}")
     connection.create_aggregate("exact_sum", 1, DecimalSum)
+    _enter_wal(connection)
+
+
+def _enter_wal(connection: Any) -> None:
+    """Change a new file to WAL. SQLite does not apply the busy timeout to this one statement, so it is tried again."""
+    deadline_s = time.monotonic() + BUSY_MS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)  # we are on a thread of the ledger, never on the event loop
+        else:
+            return
 
 
 @contextmanager

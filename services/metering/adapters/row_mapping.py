@@ -2,7 +2,6 @@
 
 `column_values` reads all columns in one call: it runs for every event."""
 
-from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from services.metering.domain.rating import Rating
 from services.metering.domain.usage import UsageFacts
 
 _SAME: Final = tuple(
-    field.name for field in fields(UsageFacts) if field.name not in ("priority_class", "outcome", "corrects_id")
+    name for name in UsageFacts.__struct_fields__ if name not in ("priority_class", "outcome", "corrects_id")
 )
 _mapped_same = itemgetter(*_SAME)
 

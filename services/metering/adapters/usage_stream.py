@@ -11,10 +11,10 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
+from msgspec import Struct
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
@@ -40,8 +40,7 @@ _REQUEST_ENDED: Final = frozenset({"404", "408"})  # no messages, expired: not a
 _ERRORS: Final = (NatsError, JetStreamError, TimeoutError)
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(Struct, frozen=True):
     epoch: int
     message: Msg
 

@@ -1,7 +1,8 @@
 """Usage events and rated records between protobuf and the domain. Converted here and nowhere else in this service."""
 
 from functools import lru_cache
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
@@ -54,39 +55,17 @@ def _wire_fault(subject: str, event: usage_pb2.UsageEvent) -> str | None:
     return None
 
 
+_DATA_FIELDS: Final = UsageFacts.__struct_fields__[4:]  # named as in UsageData, after id, tenant, source and time
+_CLASS, _OUTCOME, _COUNTED_BY = map(_DATA_FIELDS.index, ("priority_class", "outcome", "counted_by"))
+_read_data = attrgetter(*_DATA_FIELDS)
+
+
 def _facts(event: usage_pb2.UsageEvent) -> UsageFacts:
-    data = event.data
-    return UsageFacts(
-        event_id=event.id,
-        tenant_id=event.subject,
-        source=event.source,
-        time_ms=event.time_unix_ms,
-        request_id=data.request_id,
-        attempt=data.attempt,
-        key_id=data.key_id,
-        model=data.model,
-        model_digest=data.model_digest,
-        adapter=data.adapter,
-        adapter_digest=data.adapter_digest,
-        priority_class=PriorityClass.from_wire(data.priority_class),
-        outcome=Outcome.from_wire(data.outcome),
-        status=data.status,
-        finish_reason=data.finish_reason,
-        input_tokens=data.input_tokens,
-        cached_tokens=data.cached_tokens,
-        output_tokens=data.output_tokens,
-        counted_by=_SOURCES[data.counted_by],
-        queue_ms=data.queue_ms,
-        stage_ms=data.stage_ms,
-        load_ms=data.load_ms,
-        first_token_ms=data.first_token_ms,
-        total_ms=data.total_ms,
-        run_ms=data.run_ms,
-        node_id=data.node_id,
-        operation=data.operation,
-        emitter=data.emitter,
-        corrects_id=data.corrects_id,
-    )
+    values: list[Any] = list(_read_data(event.data))
+    values[_CLASS] = PriorityClass.from_wire(values[_CLASS])
+    values[_OUTCOME] = Outcome.from_wire(values[_OUTCOME])
+    values[_COUNTED_BY] = _SOURCES[values[_COUNTED_BY]]
+    return UsageFacts(event.id, event.subject, event.source, event.time_unix_ms, *values)
 
 
 def encode_event(facts: UsageFacts, *, corrects_id: str = "") -> usage_pb2.UsageEvent:

@@ -16,20 +16,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec import Struct
+
 from services.metering.domain.rating import Rating
 from services.metering.domain.usage import Emitter, EventKey, UsageFacts
 
 
-@dataclass(frozen=True, slots=True)
-class RawEvent:
+class RawEvent(Struct, frozen=True, gc=False):
     """An event as it came, for the quarantine."""
 
     subject: str
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """An acceptable event, rated, that may become a row."""
 
     facts: UsageFacts
@@ -37,16 +37,14 @@ class Candidate:
     raw: RawEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """An event that can never become a row."""
 
     raw: RawEvent
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRow:
+class LedgerRow(Struct, frozen=True):
     """One row. `revision` 0 is the first of its key, 1 the correction that replaces it."""
 
     sequence: int

@@ -4,9 +4,11 @@ Prices are per million tokens. Tokens reused from the cache are priced as `cache
 `input`. Without a price the amount is 0 and the price id empty, so that such rows can be found.
 """
 
-from dataclasses import dataclass
 from decimal import Context, Decimal
+from functools import lru_cache
 from typing import Final
+
+from msgspec import Struct
 
 from roundhouse.catalogue.records import Catalogue, Price
 from roundhouse.vocabulary import AdapterName, ModelName
@@ -14,11 +16,11 @@ from services.metering.domain.usage import UsageFacts
 
 _PER_TOKENS: Final = Decimal(1_000_000)
 _EXACT: Final = Context(prec=80)  # three products of uint32 by a price of 30 digits, summed, still fit: nothing rounds
+_PRICES_REMEMBERED: Final = 1024  # as many as a catalogue has; a guess
 NO_CURRENCY: Final = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rating:
+class Rating(Struct, frozen=True, gc=False):
     """A price applied to one event."""
 
     price_id: str  # empty = there was no price
@@ -43,14 +45,19 @@ def rate(facts: UsageFacts, price: Price | None) -> Rating:
     """Uncached input, cached input and output tokens, each by its price per million. Exact."""
     if price is None:
         return UNRATED
-    total = Decimal(0)
-    for tokens, per_million in (
-        (facts.input_tokens - facts.cached_tokens, price.input),
-        (facts.cached_tokens, price.cached_input),
-        (facts.output_tokens, price.output),
-    ):
-        total = _EXACT.add(total, _EXACT.multiply(Decimal(tokens), Decimal(per_million)))
-    return Rating(price.id, price.currency, _EXACT.divide(total, _PER_TOKENS))
+    fresh, cached, output = _per_token(price)
+    amount = _EXACT.multiply(fresh, facts.input_tokens - facts.cached_tokens)
+    amount = _EXACT.fma(cached, facts.cached_tokens, amount)
+    amount = _EXACT.fma(output, facts.output_tokens, amount)
+    return Rating(price.id, price.currency, amount)
+
+
+@lru_cache(_PRICES_REMEMBERED)
+def _per_token(price: Price) -> tuple[Decimal, Decimal, Decimal]:
+    fresh, cached, output = (
+        _EXACT.divide(Decimal(text), _PER_TOKENS) for text in (price.input, price.cached_input, price.output)
+    )
+    return fresh, cached, output
 
 
 def money_text(amount: Decimal) -> str:

@@ -1,10 +1,10 @@
 """Which price applies, and what it makes."""
 
-from dataclasses import replace
 from decimal import Decimal
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from roundhouse.catalogue.records import Adapter, Catalogue, Price
 from roundhouse.vocabulary import AdapterName, Digest, ModelName
