@@ -21,6 +21,8 @@ from services.loader.ports import ModelLibrary
 
 OPERATOR = "operator"
 """The reason of orders by people: they do not wait for the pause after a failure."""
+BROKEN = "broken"
+"""The reason of an unload because the model's process died: Triton may never confirm it, and holds nothing any more."""
 STUCK_MS = 5_000
 """A failed load whose memory Triton still holds is told to its callers after this time; its bytes stay held."""
 
@@ -92,6 +94,8 @@ class Orders:
         generation = order.generation or home.instance.generation + 1
         home.reason = order.reason
         self._expect_taken(self._steps.take(order.version, words.UnloadCommanded(generation)))
+        if order.reason == BROKEN and not home.instance.state.is_at_rest:
+            self._node.dead.add(home.triton_name)
         deadline_ms = self._deadline(order.deadline_ms)
         while True:
             changed = self._node.progress.next()

@@ -62,6 +62,8 @@ class Node:
     host_used_ms: dict[Digest, int] = field(default_factory=dict)
     unhealthy_reason: str = "the node's Triton was not asked yet"
     draining: bool = False
+    dead: set[str] = field(default_factory=set)
+    """Triton names whose model process died: the memory is free, whatever Triton's index says, until the next load."""
     changes: Changes = field(default_factory=Changes)
     """States and health: what the mesh is told at once."""
     progress: Changes = field(default_factory=Changes)

@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 CONTROL_TIMEOUT_MS = 2_000  # index and unload answer in milliseconds; this only bounds a hung server
 FIRST_POLL_MS = 5
 LONGEST_POLL_MS = 100  # how late freed memory may be seen
+DEAD_UNLOAD_MS = 1_000  # Triton confirms at once, or never: its requests to a dead process do not end (tried)
 REPEAT_UNLOAD_MS = 5_000  # Triton forgets an unload that it got while it was restarted
 # A grant that is on its way reaches Triton in tens of milliseconds; ten times that (a guess).
 DRAIN_MS = 250
@@ -100,6 +101,9 @@ class Performer:
         timeout_ms = self._parts.load_timeout_ms
         try:
             await self._make_room(home, timeout_ms)
+            if home.triton_name in self._node.dead:
+                # Triton would call the dead one loaded and do nothing.
+                await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
             weights = await self._caches.path(version.digest)
             package = await self._parts.library.package(home.model, weights)
             began_ms = self._parts.clock.monotonic_ms()
@@ -109,6 +113,7 @@ class Performer:
             self._failed(home, words.LoadFailed(_as_error(error).message))
             return
         took_ms = self._parts.clock.monotonic_ms() - began_ms
+        self._node.dead.discard(home.triton_name)
         self._caches.count_in_host_memory(version.digest, home.bytes_total)
         self._parts.measurements.phase_took("load", took_ms)
         self._parts.measurements.load_ended(version.model, "ready")
@@ -143,17 +148,20 @@ class Performer:
         self._steps.take(home.instance.version, words.DrainElapsed(steps))
 
     async def _unload(self, home: Residence) -> None:
-        """Until Triton's index says so: nothing else proves that the memory is free."""
+        """Until Triton's index says so: nothing else proves that the memory is free, but that its process died."""
         version = home.instance.version
         why = _why_unloaded(home)
         gone = frozenset({TritonState.UNAVAILABLE})
         while True:
             try:
                 await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
-                await self._wait_for(home.triton_name, gone, REPEAT_UNLOAD_MS)
+                is_dead = home.triton_name in self._node.dead
+                await self._wait_for(home.triton_name, gone, DEAD_UNLOAD_MS if is_dead else REPEAT_UNLOAD_MS)
                 break
             except (Unavailable, DeadlinePassed):
                 log.info("unload_not_confirmed", model=version.model, digest=version.digest)
+                if home.triton_name in self._node.dead:
+                    break
                 await self._parts.clock.sleep_ms(LONGEST_POLL_MS)
             except Exception as error:  # noqa: BLE001 - bytes stay held until Triton says otherwise; ask again
                 log.error("unload_failed", model=version.model, error=type(error).__name__, text=str(error))

@@ -56,6 +56,7 @@ class TritonWatch:
         except RoundhouseError as error:
             self._node.set_health(error.message)
             return
+        self._node.dead &= index.keys()
         self._drop_lost(index, before)
         if self._library.is_known:
             await self._take_in_unknown(index, before)
@@ -91,6 +92,8 @@ class TritonWatch:
             home = ours.get(name)
             if state not in (TritonState.READY, TritonState.UNLOADING) or _is_busy(home, before):
                 continue
+            if name in self._node.dead:
+                continue  # what still stands under this name has no process
             version = known.get(name)
             if home is not None and home.instance.state is State.FAILED:
                 version = None  # a load that we gave up and that came through later

@@ -164,10 +164,10 @@ class LoaderProcess:
         )
         return [progress async for progress in self.stub.EnsureLoaded(request, timeout=40)]
 
-    async def unload(self, model: Model, generation: int = 0) -> bool:
+    async def unload(self, model: Model, generation: int = 0, *, reason: str = "operator") -> bool:
         """EnsureUnloaded; whether it was loaded."""
         request = loading_pb2.EnsureUnloadedRequest(
-            version=version_of(model), generation=generation, deadline_ms=30_000, reason="operator"
+            version=version_of(model), generation=generation, deadline_ms=30_000, reason=reason
         )
         return (await self.stub.EnsureUnloaded(request, timeout=40)).was_loaded
 
