@@ -12,7 +12,7 @@ from roundhouse.vocabulary import Outcome, RequestId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
 from services.gateway.domain.outcomes import outcome_of, status_of
 from services.gateway.operations.attempts import Attempt
-from services.gateway.ports import Caller, EngineRequest, TensorRequest
+from services.gateway.ports import Caller, EngineRequest, InstanceBroken, TensorRequest
 
 EVENT_TYPE = "roundhouse.usage.v1"
 
@@ -49,6 +49,7 @@ class Ending:
     status: int
     run_ms: int
     total_ms: int
+    instance_broken: bool = False
 
 
 def ending_of(attempt: Attempt, error: BaseException | None, monotonic_ms: int) -> Ending:
@@ -57,7 +58,8 @@ def ending_of(attempt: Attempt, error: BaseException | None, monotonic_ms: int) 
     if attempt.opened_ms is None or (outcome is Outcome.FAILED and attempt.output_tokens == 0):
         attempt.input_tokens = attempt.cached_tokens = attempt.output_tokens = 0
     run_ms = monotonic_ms - attempt.opened_ms if attempt.opened_ms is not None else 0
-    return Ending(attempt, outcome, status_of(error), run_ms, monotonic_ms - attempt.submitted_ms)
+    total_ms = monotonic_ms - attempt.submitted_ms
+    return Ending(attempt, outcome, status_of(error), run_ms, total_ms, isinstance(error, InstanceBroken))
 
 
 def finished_message(ending: Ending) -> scheduling_pb2.Finished:
@@ -74,6 +76,8 @@ def finished_message(ending: Ending) -> scheduling_pb2.Finished:
         cached_tokens=attempt.cached_tokens,
         output_tokens=attempt.output_tokens,
         run_ms=ending.run_ms,
+        instance_broken=ending.instance_broken,
+        node_id=attempt.grant.placements[0].node_id if attempt.grant.placements else "",
     )
 
 

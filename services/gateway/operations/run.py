@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-ATTEMPTS_MAX = 2  # one retry, and only before the first token
+# Pauses before the second and the third attempt, which are made only before the first token. A loader says within 2 s
+# that its Triton was restarted; until then the scheduler may send a request there again.
+RETRY_PAUSES_MS = (250, 1_500)
+ATTEMPTS_MAX = 1 + len(RETRY_PAUSES_MS)
 SUBMIT_TRIES_MAX = 2  # submitting is idempotent; a second try reaches another replica
 COMMENT_INTERVAL_S = 2.0  # contract: a waiting stream hears something every 2 s or so
 
@@ -59,7 +62,8 @@ class Run:
         """`Waiting` now and then until the first chunk, then everything the engine produces.
 
         Raises what the scheduler's refusal means, EngineFailed, InvalidInput and Unavailable. A failure before the
-        first chunk is tried once more, through the scheduler. The attempt is finished before the last piece comes."""
+        first chunk is tried again, through the scheduler, after a pause. The attempt is finished before the last piece
+        comes."""
         assert self._events is None, "a run is iterated once"
         self._events = self._all_events()
         return self._events
@@ -87,6 +91,7 @@ class Run:
                     raise
                 log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
                 await finished_anyway(self.finish(error))
+                await self._parts.clock.sleep_ms(RETRY_PAUSES_MS[number - 1])
 
     async def _attempt_events(self, number: int) -> AsyncGenerator[RunEvent, None]:
         attempt = await finished_anyway(self._submit(number))
