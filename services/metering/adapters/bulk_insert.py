@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from services.metering.adapters.row_mapping import INSERTED, column_values
+from services.metering.adapters.row_mapping import STORED, column_values
 from services.metering.adapters.schema import usage_rows
 from services.metering.domain.ledger import LedgerRow
 from services.metering.domain.rating import money_text
 
 ROWS_A_STATEMENT_MAX: Final = 128  # times 34 columns: far below SQLite's 32,766 parameters
-_AMOUNT: Final = INSERTED.index("amount")
-_COLUMNS: Final = ", ".join(INSERTED)
+_AMOUNT: Final = STORED.index("amount")
+_COLUMNS: Final = ", ".join(STORED)
 _COPY: Final = f"COPY {usage_rows.name} ({_COLUMNS}) FROM STDIN"
 
 
@@ -30,7 +30,7 @@ def insert_rows(connection: Connection, rows: Sequence[LedgerRow]) -> None:
         return
     for part in _parts(rows):
         values = list(chain.from_iterable(map(column_values, part)))
-        values[_AMOUNT :: len(INSERTED)] = [money_text(row.rating.amount) for row in part]
+        values[_AMOUNT :: len(STORED)] = [money_text(row.rating.amount) for row in part]
         connection.exec_driver_sql(_insert_statement(len(part)), tuple(values))
 
 
@@ -45,7 +45,7 @@ def _parts(rows: Sequence[LedgerRow]) -> Iterator[Sequence[LedgerRow]]:
 
 @cache
 def _insert_statement(rows: int) -> str:
-    row = f"({', '.join('?' * len(INSERTED))})"
+    row = f"({', '.join('?' * len(STORED))})"
     return f"INSERT INTO {usage_rows.name} ({_COLUMNS}) VALUES {', '.join([row] * rows)}"  # noqa: S608 - own names
 
 

@@ -1,52 +1,46 @@
-"""Rows of `usage_rows` to and from the domain's `LedgerRow`, column by column.
+"""Rows of `usage_rows` to and from the domain's `LedgerRow`, by position: this runs for every event.
 
-`column_values` reads all columns in one call: it runs for every event."""
+Read with `READ` and written with `column_values`, both in the order of `STORED`.
+"""
 
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Final
 
 from sqlalchemy import Row
 
 from roundhouse.vocabulary import Outcome, PriorityClass
+from services.metering.adapters.schema import usage_rows
 from services.metering.domain.ledger import LedgerRow
 from services.metering.domain.rating import Rating
 from services.metering.domain.usage import UsageFacts
 
-_SAME: Final = tuple(
-    name for name in UsageFacts.__struct_fields__ if name not in ("priority_class", "outcome", "corrects_id")
-)
-_mapped_same = itemgetter(*_SAME)
+_OF_ROW: Final = ("sequence", "revision", "recorded_ms", "corrects_sequence")
+_OF_FACTS: Final = UsageFacts.__struct_fields__[:-1]
+assert UsageFacts.__struct_fields__[-1] == "corrects_id", "an emitted event has none, so it has no column"
+_OF_RATING: Final = ("price_id", "currency", "amount")
+_FACTS_END: Final = len(_OF_ROW) + len(_OF_FACTS)
+_ENUMS: Final = {"priority_class": "priority_class._value_", "outcome": "outcome._value_"}
 
-INSERTED: Final = (
-    *("sequence", "revision", "recorded_ms", "corrects_sequence"),
-    *_SAME,
-    *("priority_class", "outcome", "price_id", "currency", "amount"),
-)
-"""The columns of a new row, in the order of `column_values`; the others begin as NULL."""
+STORED: Final = (*_OF_ROW, *_OF_FACTS, *_OF_RATING)
+"""The columns of a new row; `superseded_by` begins as NULL."""
+
+READ: Final = tuple(usage_rows.c[name] for name in STORED)
+"""What to select for `ledger_row`."""
 
 column_values = attrgetter(
-    *("sequence", "revision", "recorded_ms", "corrects_sequence"),
-    *(f"facts.{name}" for name in _SAME),
-    *("facts.priority_class._value_", "facts.outcome._value_"),
-    *("rating.price_id", "rating.currency", "rating.amount"),
+    *_OF_ROW, *(f"facts.{_ENUMS.get(name, name)}" for name in _OF_FACTS), *(f"rating.{name}" for name in _OF_RATING)
 )
-"""What to insert for a `LedgerRow`: one value a column of `INSERTED`; the amount, last, is a Decimal."""
+"""What to insert for a `LedgerRow`: one value a column of `STORED`; the amount is a Decimal."""
+
+_CLASS, _OUTCOME = STORED.index("priority_class"), STORED.index("outcome")
 
 
 def ledger_row(row: Row[Any]) -> LedgerRow:
-    """The row that was read with all columns of `usage_rows`."""
-    columns = row._mapping
-    facts = UsageFacts(
-        priority_class=PriorityClass(columns["priority_class"]),
-        outcome=Outcome(columns["outcome"]),
-        corrects_id="",  # an emitted event never has one; the billing record of a correction says what it corrects
-        **dict(zip(_SAME, _mapped_same(columns), strict=True)),
-    )
-    return LedgerRow(
-        sequence=columns["sequence"],
-        revision=columns["revision"],
-        facts=facts,
-        rating=Rating(columns["price_id"], columns["currency"], columns["amount"]),
-        recorded_ms=columns["recorded_ms"],
-        corrects_sequence=columns["corrects_sequence"],
-    )
+    """The row that was selected with `READ`."""
+    values = list(row)
+    values[_CLASS] = PriorityClass(values[_CLASS])
+    values[_OUTCOME] = Outcome(values[_OUTCOME])
+    values_of_facts: list[Any] = [*values[len(_OF_ROW) : _FACTS_END], ""]
+    facts = UsageFacts(*values_of_facts)
+    sequence, revision, recorded_ms, corrects_sequence = values[: len(_OF_ROW)]
+    return LedgerRow(sequence, revision, facts, Rating(*values[_FACTS_END:]), recorded_ms, corrects_sequence)

@@ -17,7 +17,7 @@ from services.metering.adapters import sql_queries
 from services.metering.adapters.bulk_insert import insert_rows
 from services.metering.adapters.database import READERS, ledger_url, open_reader, open_writer, translated_errors
 from services.metering.adapters.migrating import migrate
-from services.metering.adapters.row_mapping import ledger_row
+from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import ONLY_ROW, billing_outbox, ledger_head, quarantine, usage_rows
 from services.metering.domain.ledger import BatchPlan, Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 _lock_head = select(ledger_head.c.sequence).where(ledger_head.c.id == ONLY_ROW).with_for_update()
 _move_head = update(ledger_head).where(ledger_head.c.id == ONLY_ROW)
-_same_ids = select(usage_rows).where(usage_rows.c.event_id.in_(bindparam("event_ids", expanding=True)))
+_same_ids = select(*READ).where(usage_rows.c.event_id.in_(bindparam("event_ids", expanding=True)))
 _supersede = (
     update(usage_rows)
     .where(usage_rows.c.sequence == bindparam("replaced"))
@@ -178,7 +178,7 @@ def _claim(connection: Connection, holder: str, now_ms: int, lease_ms: int, limi
     ).scalar_one_or_none()
     if taken is None:
         return []
-    following = select(usage_rows).where(usage_rows.c.sequence > taken).order_by(usage_rows.c.sequence).limit(limit)
+    following = select(*READ).where(usage_rows.c.sequence > taken).order_by(usage_rows.c.sequence).limit(limit)
     return [ledger_row(row) for row in connection.execute(following)]
 
 

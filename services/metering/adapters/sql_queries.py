@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, func, literal_column, select, tuple_
 
-from services.metering.adapters.row_mapping import ledger_row
+from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import billing_outbox, exact_sum, ledger_head, quarantine, usage_rows
 from services.metering.domain.periods import DAY_MS, HOUR_MS
 from services.metering.domain.queries import (
@@ -67,7 +67,7 @@ def groups(
 
 def rows(connection: Connection, where: UsageFilter, after: int | None, limit: int) -> RowPage:
     """See `Ledger.rows`."""
-    statement = _matching(select(usage_rows), where).order_by(_columns.sequence).limit(limit + 1)
+    statement = _matching(select(*READ), where).order_by(_columns.sequence).limit(limit + 1)
     if after is not None:
         statement = statement.where(_columns.sequence > after)
     found = [ledger_row(row) for row in connection.execute(statement)]

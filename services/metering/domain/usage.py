@@ -5,6 +5,7 @@ hold a prompt, a completion or a key (invariant 16).
 """
 
 from enum import StrEnum
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -101,6 +102,10 @@ _COUNTS: Final = (
 )
 
 
+_read_counts = attrgetter(*_COUNTS)
+_read_texts = attrgetter(*_TEXTS)
+
+
 def fault_of(facts: UsageFacts) -> str | None:
     """Why the event cannot be recorded; None if it can. The text names fields and numbers, never contents."""
     if facts.emitter not in (Emitter.GATEWAY, Emitter.SCHEDULER):
@@ -115,6 +120,9 @@ def fault_of(facts: UsageFacts) -> str | None:
 
 
 def _count_fault(facts: UsageFacts) -> str | None:
+    counts = _read_counts(facts)
+    if min(counts) >= 0 and max(counts) <= COUNT_MAX:
+        return None  # the usual case; this runs for every event
     for name in _COUNTS:
         value = getattr(facts, name)
         if not 0 <= value <= COUNT_MAX:
@@ -123,6 +131,10 @@ def _count_fault(facts: UsageFacts) -> str | None:
 
 
 def _text_fault(facts: UsageFacts) -> str | None:
+    texts = _read_texts(facts)
+    whole = "".join(texts)
+    if len(whole) <= TEXT_CHARACTERS_MAX and "\x00" not in whole and all(texts[: len(_REQUIRED)]):
+        return None  # the usual case; this runs for every event
     for name in _TEXTS:
         text = getattr(facts, name)
         if len(text) > TEXT_CHARACTERS_MAX:
