@@ -5,11 +5,13 @@ Log-linear, as in HdrHistogram: bins of one step up to 64 steps, then 32 bins an
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 LINEAR = 64  # steps with a bin of their own: an hour of minutes, the longest common period of timers
 PER_OCTAVE = 32  # relative width <= 1/32: a timer of a day is known to 45 minutes, one of an hour to a minute
-CLASSES = 40  # coarse classes: 2 an octave, 20 octaves = 12 days of seconds; longer gaps share the last
+CLASSES = 40  # coarse classes: 2 an octave up to 6 days of seconds; longer gaps share the last
+EDGES = (0, 1, 2, 3, *(round(2 ** (half / 2)) for half in range(4, CLASSES + 1)))  # of the classes; whole steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,8 @@ class GapBins:
 
     def coarse(self, gap_ms: float) -> int:
         """The coarse class of a gap: 0 is below one step."""
-        steps = gap_ms / self.step_ms
-        return 0 if steps < 1 else min(CLASSES - 1, 1 + int(2 * math.log2(steps)))
+        return min(CLASSES, bisect_right(EDGES, gap_ms / self.step_ms)) - 1
 
     def coarse_span(self, index: int) -> tuple[float, float]:
         """The gaps of a coarse class, in ms."""
-        if index == 0:
-            return 0.0, float(self.step_ms)
-        return self.step_ms * 2 ** ((index - 1) / 2), self.step_ms * 2 ** (index / 2)
+        return float(EDGES[index] * self.step_ms), float(EDGES[index + 1] * self.step_ms)
