@@ -19,9 +19,9 @@ def client_of(mesh: Mesh, tenant: str = "acme") -> OpenAI:
 
 
 def ask(mesh: Mesh, model: str, tenant: str = "acme", **options: Any) -> str:
-    """One whole chat answer."""
+    """One whole chat answer: the likeliest one, as a drawn one may end at once."""
     messages: Any = [{"role": "user", "content": "hello"}]
-    answer = client_of(mesh, tenant).chat.completions.create(model=model, messages=messages, **options)
+    answer = client_of(mesh, tenant).chat.completions.create(model=model, messages=messages, temperature=0, **options)
     return answer.choices[0].message.content or ""
 
 
