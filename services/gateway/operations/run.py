@@ -81,13 +81,7 @@ class Run:
                         yield event
                 return
             except (EngineFailed, Unavailable) as error:
-                attempt = self._attempt
-                if (
-                    number == ATTEMPTS_MAX
-                    or attempt is None
-                    or attempt.grant is None
-                    or attempt.first_token_ms is not None
-                ):
+                if number == ATTEMPTS_MAX or not _may_run_again(self._attempt, number):
                     raise
                 log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
                 await finished_anyway(self.finish(error))
@@ -300,8 +294,12 @@ class Run:
         return attributes
 
 
-def _may_run_again(attempt: Attempt) -> bool:
-    """Whether an engine had it and the client has seen nothing of it yet."""
+def _may_run_again(attempt: Attempt | None, number: int) -> bool:
+    """Whether attempt `number` was given to an engine and the client has seen nothing of it yet.
+
+    An attempt that the scheduler did not take leaves the one before it as the last: that one has ended."""
+    if attempt is None or attempt.number != number:
+        return False
     return attempt.grant is not None and attempt.first_token_ms is None
 
 

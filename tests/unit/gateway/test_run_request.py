@@ -1,7 +1,6 @@
 """Every way a request can end: what is settled, finished and billed. On virtual time, over fakes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -17,51 +16,11 @@ from roundhouse.errors import (
 )
 from roundhouse.vocabulary import Outcome
 from roundhouse.wire.v1 import scheduling_pb2 as wire
-from roundhouse.wire.v1.usage_pb2 import UsageEvent
-from services.gateway.operations.accounting import Work
-from services.gateway.operations.run import RunEvent, Waiting
+from services.gateway.operations.run import Waiting
 from services.gateway.operations.run_request import run_request
-from tests.fakes.clock import EPOCH_MS, run_virtual
+from tests.fakes.clock import EPOCH_MS
 from tests.unit.gateway.gateway_world import T1, GatewayWorld
-
-
-def in_world(scenario: Callable[[GatewayWorld], Awaitable[None]]) -> GatewayWorld:
-    """Run a scenario on virtual time; afterwards nothing may be held anywhere."""
-    held: list[GatewayWorld] = []
-
-    async def run() -> None:
-        world = GatewayWorld()
-        held.append(world)
-        await world.prepare()
-        await scenario(world)
-        assert len(world.attempts) == 0
-        assert world.node.open_streams == 0
-        assert world.observer.waiting == 0
-        assert world.observer.starts == len(world.observer.endings)
-        assert world.admission.running(T1) == 0
-
-    run_virtual(run())
-    return held[0]
-
-
-async def collect(world: GatewayWorld, work: Work | None = None, **wishes: int) -> list[RunEvent]:
-    """Run a request to its end."""
-    events: list[RunEvent] = []
-    async with run_request(world.parts, work or world.work(**wishes)) as run:  # type: ignore[arg-type]  # all int
-        async for event in run.events():
-            events.append(event)
-    return events
-
-
-def the_event(world: GatewayWorld) -> UsageEvent:
-    """The only usage event there is."""
-    assert len(world.usage.recorded) == 1
-    return world.usage.recorded[0]
-
-
-def billed(event: UsageEvent) -> tuple[Outcome, int, int]:
-    """Outcome, input and output tokens."""
-    return Outcome.from_wire(event.data.outcome), event.data.input_tokens, event.data.output_tokens
+from tests.unit.gateway.scenarios import billed, collect, in_world, the_event
 
 
 def test_tokens_streamed_are_tokens_settled_finished_and_billed() -> None:
@@ -222,20 +181,6 @@ def test_a_load_that_outlasts_a_tensor_call_is_told_to_come_again() -> None:
         assert raised.value.retry_after_ms == 5_000
 
     in_world(scenario)
-
-
-def test_a_failure_before_the_first_token_is_tried_once_more_through_the_scheduler() -> None:
-    """The first attempt fails and costs nothing; the second one answers; each has its own event and slot."""
-
-    async def scenario(world: GatewayWorld) -> None:
-        world.node.fail_after, world.node.failures_left = 0, 1
-        assert len(await collect(world)) == 3
-
-    world = in_world(scenario)
-    assert [event.id for event in world.usage.recorded] == ["r1/1", "r1/2"]
-    assert [billed(event) for event in world.usage.recorded] == [(Outcome.FAILED, 0, 0), (Outcome.DONE, 10, 3)]
-    assert [submit.attempt for submit in world.scheduler.submitted] == [1, 2]
-    assert [finished.attempt for finished in world.scheduler.finishes] == [1, 2]
 
 
 def test_a_failure_after_tokens_is_not_tried_again() -> None:
