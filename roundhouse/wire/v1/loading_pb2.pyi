@@ -28,6 +28,7 @@ class EnsureLoadedRequest(_message.Message):
     UNLOAD_FIRST_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """orders commands for this version; the newest wins"""
     deadline_ms: _builtins.int
@@ -40,6 +41,10 @@ class EnsureLoadedRequest(_message.Message):
     def unload_first(self) -> _containers.RepeatedCompositeFieldContainer[_vocabulary_pb2.ModelVersion]:
         """idle instances that may go to make room, in this order, only as many as needed"""
 
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """indices of the devices to stand on, all of one link group; empty = the loader's choice"""
+
     def __init__(
         self,
         *,
@@ -48,10 +53,11 @@ class EnsureLoadedRequest(_message.Message):
         unload_first: _abc.Iterable[_vocabulary_pb2.ModelVersion] | None = ...,
         deadline_ms: _builtins.int = ...,
         reason: _builtins.str = ...,
+        devices: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "generation", b"generation", "reason", b"reason", "unload_first", b"unload_first", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "devices", b"devices", "generation", b"generation", "reason", b"reason", "unload_first", b"unload_first", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,6 +184,7 @@ class NodeState(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     DEVICE_COUNT_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     sequence: _builtins.int
     """rises with each message of one loader process"""
@@ -197,6 +204,10 @@ class NodeState(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_vocabulary_pb2.TierBytes]: ...
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Device]:
+        """empty = not told: one device of the size of the DEVICE tier"""
+
     def __init__(
         self,
         *,
@@ -214,14 +225,57 @@ class NodeState(_message.Message):
         tiers: _abc.Iterable[_vocabulary_pb2.TierBytes] | None = ...,
         instances: _abc.Iterable[Global___Instance] | None = ...,
         device_count: _builtins.int = ...,
+        devices: _abc.Iterable[Global___Device] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepting", b"accepting", "device_count", b"device_count", "incarnation", b"incarnation", "instances", b"instances", "kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "pool", b"pool", "role", b"role", "sent_unix_ms", b"sent_unix_ms", "sequence", b"sequence", "tiers", b"tiers", "triton_grpc_address", b"triton_grpc_address", "unhealthy_reason", b"unhealthy_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepting", b"accepting", "device_count", b"device_count", "devices", b"devices", "incarnation", b"incarnation", "instances", b"instances", "kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "pool", b"pool", "role", b"role", "sent_unix_ms", b"sent_unix_ms", "sequence", b"sequence", "tiers", b"tiers", "triton_grpc_address", b"triton_grpc_address", "unhealthy_reason", b"unhealthy_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
+@_typing.final
+class Device(_message.Message):
+    """One GPU or MIG slice, from NVML or declared. resident + reserved <= capacity, always; the tier DEVICE is their sum."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    UUID_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
+    LINK_GROUP_FIELD_NUMBER: _builtins.int
+    MIG_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """as in CUDA_VISIBLE_DEVICES of the node's Triton"""
+    uuid: _builtins.str
+    capacity: _builtins.int
+    resident: _builtins.int
+    reserved: _builtins.int
+    link_group: _builtins.int
+    """devices of one group exchange tensors directly (NVLink, one PCIe switch)"""
+    mig: _builtins.bool
+    """a slice with memory and compute of its own"""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        uuid: _builtins.str = ...,
+        capacity: _builtins.int = ...,
+        resident: _builtins.int = ...,
+        reserved: _builtins.int = ...,
+        link_group: _builtins.int = ...,
+        mig: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "index", b"index", "link_group", b"link_group", "mig", b"mig", "reserved", b"reserved", "resident", b"resident", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Device: _TypeAlias = Device  # noqa: Y015
 
 @_typing.final
 class Instance(_message.Message):
@@ -238,6 +292,9 @@ class Instance(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     RETRY_AT_UNIX_MS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    ESTIMATED_REMAINING_MS_FIELD_NUMBER: _builtins.int
     state: _vocabulary_pb2.InstanceState.ValueType
     triton_model_name: _builtins.str
     generation: _builtins.int
@@ -250,8 +307,16 @@ class Instance(_message.Message):
     """why FAILED"""
     retry_at_unix_ms: _builtins.int
     slots: _builtins.int
+    tier: _vocabulary_pb2.Tier.ValueType
+    """the fastest tier that holds all its bytes now; unspecified = only its source"""
+    estimated_remaining_ms: _builtins.int
+    """of a load that goes on; 0 = unknown"""
     @_builtins.property
     def version(self) -> _vocabulary_pb2.ModelVersion: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """indices it stands on; device_bytes is shared evenly between them"""
+
     def __init__(
         self,
         *,
@@ -266,10 +331,13 @@ class Instance(_message.Message):
         reason: _builtins.str = ...,
         retry_at_unix_ms: _builtins.int = ...,
         slots: _builtins.int = ...,
+        devices: _abc.Iterable[_builtins.int] | None = ...,
+        tier: _vocabulary_pb2.Tier.ValueType = ...,
+        estimated_remaining_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "generation", b"generation", "load_ms", b"load_ms", "reason", b"reason", "retry_at_unix_ms", b"retry_at_unix_ms", "slots", b"slots", "stage_ms", b"stage_ms", "state", b"state", "state_since_unix_ms", b"state_since_unix_ms", "triton_model_name", b"triton_model_name", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "devices", b"devices", "estimated_remaining_ms", b"estimated_remaining_ms", "generation", b"generation", "load_ms", b"load_ms", "reason", b"reason", "retry_at_unix_ms", b"retry_at_unix_ms", "slots", b"slots", "stage_ms", b"stage_ms", "state", b"state", "state_since_unix_ms", b"state_since_unix_ms", "tier", b"tier", "triton_model_name", b"triton_model_name", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,7 @@ class SubmitRequest(_message.Message):
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    FALLBACK_ALLOWED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     gateway_id: _builtins.str
@@ -59,6 +60,8 @@ class SubmitRequest(_message.Message):
     deadline_unix_ms: _builtins.int
     """it must have ended by then"""
     pool: _builtins.str
+    fallback_allowed: _builtins.bool
+    """the model's fallback may serve it when the promise would be broken"""
     @_builtins.property
     def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """prefix block keys of the prompt, first to last"""
@@ -81,10 +84,11 @@ class SubmitRequest(_message.Message):
         deadline_unix_ms: _builtins.int = ...,
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         pool: _builtins.str = ...,
+        fallback_allowed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_ms", b"deadline_unix_ms", "gateway_id", b"gateway_id", "input_tokens", b"input_tokens", "key_id", b"key_id", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "pool", b"pool", "priority_class", b"priority_class", "request_id", b"request_id", "tenant_id", b"tenant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_ms", b"deadline_unix_ms", "fallback_allowed", b"fallback_allowed", "gateway_id", b"gateway_id", "input_tokens", b"input_tokens", "key_id", b"key_id", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "pool", b"pool", "priority_class", b"priority_class", "request_id", b"request_id", "tenant_id", b"tenant_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -96,25 +100,62 @@ class SubmitReply(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    REDIRECTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
+    @_builtins.property
+    def redirected(self) -> Global___Redirected:
+        """only if fallback_allowed"""
+
     def __init__(
         self,
         *,
         accepted: Global___Accepted | None = ...,
         refused: Global___Refused | None = ...,
+        redirected: Global___Redirected | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "redirected", b"redirected", "refused", b"refused", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "redirected", b"redirected", "refused", b"refused", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["accepted", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["accepted", "refused", "redirected"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___SubmitReply: _TypeAlias = SubmitReply  # noqa: Y015
+
+@_typing.final
+class Redirected(_message.Message):
+    """Not queued: the estimate breaks the model's promise, and its fallback is expected to be faster. Submit for that model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    model_digest: _builtins.str
+    estimated_wait_ms: _builtins.int
+    """of the model that was asked for"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_digest: _builtins.str = ...,
+        estimated_wait_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_wait_ms", b"estimated_wait_ms", "model", b"model", "model_digest", b"model_digest", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Redirected: _TypeAlias = Redirected  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
@@ -123,21 +164,28 @@ class Accepted(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     ESTIMATED_WAIT_MS_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ESTIMATED_FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """requests of this tenant and class before it"""
     estimated_wait_ms: _builtins.int
     cold: _builtins.bool
     """no instance of the model is ready"""
+    reason: _builtins.str
+    """why it is not placed at once, for people and logs; empty = a slot is free"""
+    estimated_first_token_ms: _builtins.int
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         estimated_wait_ms: _builtins.int = ...,
         cold: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        estimated_first_token_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "estimated_wait_ms", b"estimated_wait_ms", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "estimated_first_token_ms", b"estimated_first_token_ms", "estimated_wait_ms", b"estimated_wait_ms", "position", b"position", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,25 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eroundhouse/v1/vocabulary.proto\x12\rroundhouse.v1\"-\n\x0cModelVersion\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"d\n\tTierBytes\x12!\n\x04tier\x18\x01 \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\x10\n\x08resident\x18\x03 \x01(\x04\x12\x10\n\x08reserved\x18\x04 \x01(\x04*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*\x8b\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x12\x13\n\x0fOUTCOME_EXPIRED\x10\x04\x12\x15\n\x11OUTCOME_ABANDONED\x10\x05*g\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fNODE_ROLE_MIXED\x10\x01\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x02\x12\x14\n\x10NODE_ROLE_DECODE\x10\x03*\\\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_SOURCE\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\r\n\tTIER_HOST\x10\x03\x12\x0f\n\x0bTIER_DEVICE\x10\x04*\xf2\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INSTANCE_STATE_STAGING\x10\x01\x12\x19\n\x15INSTANCE_STATE_STAGED\x10\x02\x12\x1a\n\x16INSTANCE_STATE_LOADING\x10\x03\x12\x18\n\x14INSTANCE_STATE_READY\x10\x04\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x05\x12\x1c\n\x18INSTANCE_STATE_UNLOADING\x10\x06\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eroundhouse/v1/vocabulary.proto\x12\rroundhouse.v1\"-\n\x0cModelVersion\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"~\n\tTierBytes\x12!\n\x04tier\x18\x01 \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\x10\n\x08resident\x18\x03 \x01(\x04\x12\x10\n\x08reserved\x18\x04 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\x05 \x01(\x04*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*\x8b\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x12\x13\n\x0fOUTCOME_EXPIRED\x10\x04\x12\x15\n\x11OUTCOME_ABANDONED\x10\x05*g\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fNODE_ROLE_MIXED\x10\x01\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x02\x12\x14\n\x10NODE_ROLE_DECODE\x10\x03*\\\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_SOURCE\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\r\n\tTIER_HOST\x10\x03\x12\x0f\n\x0bTIER_DEVICE\x10\x04*\xf2\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INSTANCE_STATE_STAGING\x10\x01\x12\x19\n\x15INSTANCE_STATE_STAGED\x10\x02\x12\x1a\n\x16INSTANCE_STATE_LOADING\x10\x03\x12\x18\n\x14INSTANCE_STATE_READY\x10\x04\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x05\x12\x1c\n\x18INSTANCE_STATE_UNLOADING\x10\x06\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'roundhouse.v1.vocabulary_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITYCLASS']._serialized_start=199
-  _globals['_PRIORITYCLASS']._serialized_end=333
-  _globals['_OUTCOME']._serialized_start=336
-  _globals['_OUTCOME']._serialized_end=475
-  _globals['_NODEROLE']._serialized_start=477
-  _globals['_NODEROLE']._serialized_end=580
-  _globals['_TIER']._serialized_start=582
-  _globals['_TIER']._serialized_end=674
-  _globals['_INSTANCESTATE']._serialized_start=677
-  _globals['_INSTANCESTATE']._serialized_end=919
+  _globals['_PRIORITYCLASS']._serialized_start=225
+  _globals['_PRIORITYCLASS']._serialized_end=359
+  _globals['_OUTCOME']._serialized_start=362
+  _globals['_OUTCOME']._serialized_end=501
+  _globals['_NODEROLE']._serialized_start=503
+  _globals['_NODEROLE']._serialized_end=606
+  _globals['_TIER']._serialized_start=608
+  _globals['_TIER']._serialized_end=700
+  _globals['_INSTANCESTATE']._serialized_start=703
+  _globals['_INSTANCESTATE']._serialized_end=945
   _globals['_MODELVERSION']._serialized_start=49
   _globals['_MODELVERSION']._serialized_end=94
   _globals['_TIERBYTES']._serialized_start=96
-  _globals['_TIERBYTES']._serialized_end=196
+  _globals['_TIERBYTES']._serialized_end=222
 # @@protoc_insertion_point(module_scope)

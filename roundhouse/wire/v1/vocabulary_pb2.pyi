@@ -186,10 +186,13 @@ class TierBytes(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     RESIDENT_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     tier: Global___Tier.ValueType
     capacity: _builtins.int
     resident: _builtins.int
     reserved: _builtins.int
+    bytes_per_second: _builtins.int
+    """measured, from this tier towards the device; 0 = not measured yet"""
     def __init__(
         self,
         *,
@@ -197,10 +200,11 @@ class TierBytes(_message.Message):
         capacity: _builtins.int = ...,
         resident: _builtins.int = ...,
         reserved: _builtins.int = ...,
+        bytes_per_second: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "reserved", b"reserved", "resident", b"resident", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "capacity", b"capacity", "reserved", b"reserved", "resident", b"resident", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
