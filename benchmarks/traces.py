@@ -143,3 +143,12 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
     csv.field_size_limit(10**9)
     with gzip.open(path, "rt") as lines:
         yield from csv.DictReader(lines)
+
+
+def mean_lengths(path: Path) -> dict[str, tuple[float, float]]:
+    """Mean input and output tokens of each tenant that has both."""
+    found: dict[str, dict[str, float]] = {}
+    for row in _rows(path):
+        if row["field"] in ("input_tokens", "output_tokens"):
+            found.setdefault(f"{row['model_id']}/{row['tenant_id']}", {})[row["field"]] = float(row["mean"])
+    return {name: (each["input_tokens"], each["output_tokens"]) for name, each in found.items() if len(each) == 2}
