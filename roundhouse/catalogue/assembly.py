@@ -100,6 +100,8 @@ class _Assembly:
             cold_start_slo_ms=shape.slo.cold_start_ms,
             pinned=shape.residency.pinned,
             min_replicas=shape.residency.min_replicas,
+            tensor_parallel=shape.tensor_parallel,
+            fallback=None if shape.fallback is None else ModelName(shape.fallback),
             access=tuple(shape.access.tenants),
             price=_price(shape.price, shape.name),
         )
@@ -142,6 +144,7 @@ def _tenant(shape: TenantShape) -> Tenant:
         limits=Limits(**shape.limits.model_dump()),
         budget=None if budget is None else Budget(**budget.model_dump()),
         isolation=shape.isolation,
+        fallback=shape.fallback,
         models=tuple(shape.models),
     )
 

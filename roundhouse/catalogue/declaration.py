@@ -36,6 +36,10 @@ class Declaration:
         """An absolute path; links are kept, `..` is resolved by name."""
         return Path(os.path.abspath(self.base_dir / text))
 
+    def model(self, name: str | None) -> ModelShape | None:
+        """A model of the file by its name. O(models)."""
+        return next((each for each in self.models.values() if each.name == name), None)
+
     def refuse_at(self, where: Where, reason: str) -> Problem:
         """A problem that was found later, for example while files were read."""
         return self.document.at_value(where, reason)
@@ -114,6 +118,9 @@ def _unknown_references(declaration: Declaration) -> Iterator[Problem]:
         for index, tenant in enumerate(model.access.tenants):
             if tenant != "*" and tenant not in tenants:
                 yield document.at_value((*where, "access", "tenants", index), f"there is no tenant `{tenant}`")
+    for where, model in declaration.models.items():
+        if model.fallback is not None and (model.fallback not in models or model.fallback == model.name):
+            yield document.at_value((*where, "fallback"), f"there is no other model `{model.fallback}`")
     for where, adapter in declaration.adapters.items():
         if adapter.tenant is not None and adapter.tenant not in tenants:
             yield document.at_value((*where, "tenant"), f"there is no tenant `{adapter.tenant}`")
@@ -154,6 +161,9 @@ def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
             yield document.at_value((*where, "interface"), f"the engine `{model.engine}` is called as `llm`")
         if model.engine == "onnx" and interface != "tensors":
             yield document.at_value((*where, "interface"), "the engine `onnx` is called as `tensors`")
+        fallback = declaration.model(model.fallback)
+        if fallback is not None and interface_of(fallback) != interface:
+            yield document.at_value((*where, "fallback"), f"the model `{fallback.name}` is called in another way")
         if model.engine == "triton" and interface == "llm" and model.context_tokens is None:
             yield document.at_value(where, "`context_tokens` is missing: nothing else tells it for a Triton folder")
     for where, adapter in declaration.adapters.items():

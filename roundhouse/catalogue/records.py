@@ -29,6 +29,10 @@ class Interface(StrEnum):
     TENSORS = "tensors"  # KServe v2 tensors passed through
 
 
+DEDICATED_REPLICA = "dedicated-replica"  # instances of its own, on nodes and devices that others use too
+DEDICATED_MIG = "dedicated-mig"  # instances of its own, on MIG slices that nobody else uses meanwhile
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one tenant; None = no such limit."""
 
@@ -64,8 +68,18 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     priority_class: PriorityClass = PriorityClass.STANDARD
     limits: Limits = Limits()
     budget: Budget | None = None
-    isolation: str = "shared"  # or the name of the pool that its requests run in
+    isolation: str = "shared"  # or `DEDICATED_REPLICA`, `DEDICATED_MIG`, or the pool that its requests run in
+    fallback: bool = False  # a smaller model may answer when the promise of the one asked for would be broken
     models: tuple[str, ...] = ("*",)  # glob patterns of visible names
+
+    @property
+    def has_own_instances(self) -> bool:
+        """Whether its requests share no instance with other tenants although they share the pool."""
+        return self.isolation in (DEDICATED_REPLICA, DEDICATED_MIG)
+
+    def pool_of(self, model: "Model") -> PoolName:
+        """Where its requests for a model are placed: its own pool if it has one, else the model's."""
+        return model.pool if self.isolation == "shared" or self.has_own_instances else PoolName(self.isolation)
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +100,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     cold_start_slo_ms: int = 60_000
     pinned: bool = False
     min_replicas: int = 0
+    tensor_parallel: int = 1  # devices of one link group that an instance takes, `device_bytes` shared evenly
+    fallback: ModelName | None = None  # answers instead when this one's promise would be broken and the tenant allows
     access: tuple[str, ...] = ("*",)  # tenant names
     price: Price | None = None
 
@@ -124,6 +140,16 @@ class Catalogue(msgspec.Struct, frozen=True, kw_only=True):
         if model is None or not ("*" in model.access or tenant_id in model.access):
             return None
         return model, None
+
+    def fallback_of(self, tenant_id: TenantId, model: Model) -> Model | None:
+        """The model that may answer instead, if the tenant sees it; fallbacks do not chain. O(1)."""
+        found = self.resolve(tenant_id, model.fallback) if model.fallback else None
+        return found[0] if found is not None and found[1] is None else None
+
+    def pool_of(self, tenant_id: TenantId, model: Model) -> PoolName:
+        """Where a tenant's requests for a model are placed: its own pool if it has one, else the model's."""
+        tenant = self.tenants.get(tenant_id)
+        return model.pool if tenant is None else tenant.pool_of(model)
 
     def visible_names(self, tenant_id: TenantId) -> list[str]:
         """Every name that `resolve` finds for this tenant, sorted. O(names)."""

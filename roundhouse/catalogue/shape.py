@@ -97,7 +97,8 @@ class TenantShape(Shape):
     priority_class: Literal["interactive", "standard", "batch"] = Field(default="standard", alias="class")
     limits: LimitsShape = LimitsShape()
     budget: BudgetShape | None = None
-    isolation: Name = "shared"  # or the pool that this tenant's requests run in
+    isolation: Name = "shared"  # or one of the words in `records`, or a pool of this tenant's own
+    fallback: bool = False
     models: list[Pattern] = Field(default_factory=lambda: ["*"])
 
 
@@ -143,6 +144,8 @@ class ModelShape(Shape):
     interface: Literal["llm", "tensors"] | None = None
     slots: Annotated[int, Field(ge=1, le=1_024)] = 4
     memory: MemoryShape = MemoryShape()
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    fallback: Name | None = None
     context_tokens: Positive | None = None
     tokenizer: FilePath | None = None
     pool: Name = "shared"

@@ -89,6 +89,22 @@ BROKEN = {
     "a currency that is none": ("currency: EUR", "currency: euros", "`currency` must be a currency code"),
     "another version of the format": ("version: 1", "version: 2", "`version` must be 1"),
     "a tag": ("name: globex", "name: !!python/name:os.system globex", "the tag"),
+    "a fallback that is not declared": (
+        "engine: onnx",
+        "engine: onnx\n    fallback: other",
+        "there is no other model `other`",
+    ),
+    "a fallback to itself": (
+        "engine: onnx",
+        "engine: onnx\n    fallback: tagger",
+        "there is no other model `tagger`",
+    ),
+    "a fallback that is called otherwise": (
+        "engine: onnx",
+        "engine: onnx\n    fallback: chat",
+        "the model `chat` is called in another way",
+    ),
+    "no device at all": ("engine: onnx", "engine: onnx\n    tensor_parallel: 0", "`tensor_parallel` must be"),
     "an engine that is called otherwise": (
         "engine: onnx",
         "engine: onnx\n    interface: llm",
