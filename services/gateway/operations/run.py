@@ -305,7 +305,7 @@ def _may_run_again(attempt: Attempt | None, number: int) -> bool:
 
 def pool_of(work: Work) -> PoolName:
     """Where the request is placed: the tenant's own nodes if it is isolated, else the model's pool."""
-    return work.model.pool if work.tenant.isolation == "shared" else PoolName(work.tenant.isolation)
+    return work.tenant.pool_of(work.model)
 
 
 def _submit_request(work: Work, attempt: Attempt, gateway_id: str) -> wire.SubmitRequest:
