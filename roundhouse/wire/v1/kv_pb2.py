@@ -24,47 +24,67 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16roundhouse/v1/kv.proto\x12\rroundhouse.v1\"\x16\n\x14\x44\x65scribeArenaRequest\"M\n\x05\x41rena\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"h\n\x14\x41\x63quirePrefixRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\"e\n\x12\x41\x63quirePrefixReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"J\n\tBlockSlot\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"=\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x13\n\x11ReleaseLeaseReply\"\x91\x01\n\x14ReserveBlocksRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x11\n\tclient_id\x18\x06 \x01(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"d\n\x12ReserveBlocksReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\'\n\x05slots\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"Q\n\x13\x43ommitBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\"8\n\x11\x43ommitBlocksReply\x12\x11\n\tcommitted\x18\x01 \x01(\r\x12\x10\n\x08rejected\x18\x02 \x01(\r\" \n\x10\x45raseSaltRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"D\n\x0e\x45raseSaltReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62locks_left\x18\x03 \x01(\x04\"$\n\x14GetStatisticsRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"\xe2\x02\n\nStatistics\x12\x13\n\x0bslots_total\x18\x01 \x01(\x04\x12\x12\n\nslots_free\x18\x02 \x01(\x04\x12\x12\n\nslots_held\x18\x03 \x01(\x04\x12\x14\n\x0cslots_leased\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x16\n\x0eleases_expired\x18\x0b \x01(\x04\x12+\n\x04\x64isk\x18\x0c \x01(\x0b\x32\x1d.roundhouse.v1.DiskStatistics\x12\x13\n\x0bsalt_blocks\x18\r \x01(\x04\x12\x12\n\nsalt_bytes\x18\x0e \x01(\x04\x12\x18\n\x10salt_disk_blocks\x18\x0f \x01(\x04\x12\x17\n\x0fsalt_disk_bytes\x18\x10 \x01(\x04\"\xaf\x01\n\x0e\x44iskStatistics\x12\x13\n\x0b\x62ytes_total\x18\x01 \x01(\x04\x12\x12\n\nbytes_held\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\x10\n\x08promoted\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\t \x01(\x04\"f\n\x0b\x42lockEvents\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x0f\n\x07\x64ropped\x18\x05 \x03(\x0c\x32\xd1\x04\n\x07KvStore\x12J\n\rDescribeArena\x12#.roundhouse.v1.DescribeArenaRequest\x1a\x14.roundhouse.v1.Arena\x12W\n\rAcquirePrefix\x12#.roundhouse.v1.AcquirePrefixRequest\x1a!.roundhouse.v1.AcquirePrefixReply\x12T\n\x0cReleaseLease\x12\".roundhouse.v1.ReleaseLeaseRequest\x1a .roundhouse.v1.ReleaseLeaseReply\x12W\n\rReserveBlocks\x12#.roundhouse.v1.ReserveBlocksRequest\x1a!.roundhouse.v1.ReserveBlocksReply\x12T\n\x0c\x43ommitBlocks\x12\".roundhouse.v1.CommitBlocksRequest\x1a .roundhouse.v1.CommitBlocksReply\x12K\n\tEraseSalt\x12\x1f.roundhouse.v1.EraseSaltRequest\x1a\x1d.roundhouse.v1.EraseSaltReply\x12O\n\rGetStatistics\x12#.roundhouse.v1.GetStatisticsRequest\x1a\x19.roundhouse.v1.Statisticsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16roundhouse/v1/kv.proto\x12\rroundhouse.v1\",\n\x0cSharedPrefix\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"\x16\n\x14\x44\x65scribeArenaRequest\"M\n\x05\x41rena\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"\xc2\x01\n\x14\x41\x63quirePrefixRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x11\n\tclient_id\x18\x03 \x01(\t\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12+\n\x06shared\x18\x06 \x01(\x0b\x32\x1b.roundhouse.v1.SharedPrefix\x12\r\n\x05peers\x18\x07 \x03(\t\x12\x0c\n\x04hold\x18\x08 \x01(\t\x12\x0e\n\x06packed\x18\t \x01(\x08\"\x99\x01\n\x12\x41\x63quirePrefixReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12\x0e\n\x06length\x18\x06 \x01(\r\"J\n\tBlockSlot\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"=\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x13\n\x11ReleaseLeaseReply\"\xa6\x01\n\x14ReserveBlocksRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x11\n\tclient_id\x18\x06 \x01(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\x12\x13\n\x0bparent_salt\x18\x08 \x01(\x0c\"d\n\x12ReserveBlocksReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\'\n\x05slots\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"Q\n\x13\x43ommitBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.roundhouse.v1.BlockSlot\"8\n\x11\x43ommitBlocksReply\x12\x11\n\tcommitted\x18\x01 \x01(\r\x12\x10\n\x08rejected\x18\x02 \x01(\r\" \n\x10\x45raseSaltRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"D\n\x0e\x45raseSaltReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62locks_left\x18\x03 \x01(\x04\"$\n\x14GetStatisticsRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\"\x9f\x03\n\nStatistics\x12\x13\n\x0bslots_total\x18\x01 \x01(\x04\x12\x12\n\nslots_free\x18\x02 \x01(\x04\x12\x12\n\nslots_held\x18\x03 \x01(\x04\x12\x14\n\x0cslots_leased\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x16\n\x0eleases_expired\x18\x0b \x01(\x04\x12+\n\x04\x64isk\x18\x0c \x01(\x0b\x32\x1d.roundhouse.v1.DiskStatistics\x12\x13\n\x0bsalt_blocks\x18\r \x01(\x04\x12\x12\n\nsalt_bytes\x18\x0e \x01(\x04\x12\x18\n\x10salt_disk_blocks\x18\x0f \x01(\x04\x12\x17\n\x0fsalt_disk_bytes\x18\x10 \x01(\x04\x12,\n\x05peers\x18\x11 \x01(\x0b\x32\x1d.roundhouse.v1.PeerStatistics\x12\r\n\x05holds\x18\x12 \x01(\x04\"}\n\x0ePeerStatistics\x12\x0f\n\x07\x66\x65tched\x18\x01 \x01(\x04\x12\x15\n\rbytes_fetched\x18\x02 \x01(\x04\x12\x0c\n\x04sent\x18\x03 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\x04\x12\x12\n\nknown_keys\x18\x06 \x01(\x04\"\xaf\x01\n\x0e\x44iskStatistics\x12\x13\n\x0b\x62ytes_total\x18\x01 \x01(\x04\x12\x12\n\nbytes_held\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x04\x12\x10\n\x08promoted\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\t \x01(\x04\"\x84\x01\n\x0c\x46\x65tchRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04skip\x18\x03 \x01(\r\x12\x0f\n\x07wait_ms\x18\x04 \x01(\r\x12+\n\x06shared\x18\x05 \x01(\x0b\x32\x1b.roundhouse.v1.SharedPrefix\x12\x0c\n\x04hold\x18\x06 \x01(\t\"_\n\nFetchPiece\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\"$\n\x0fSnapshotRequest\x12\x11\n\tkey_bytes\x18\x01 \x01(\r\"v\n\x0cSnapshotPart\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x11\n\tkey_bytes\x18\x04 \x01(\r\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\r\n\x05total\x18\x06 \x01(\x04\"\x8f\x01\n\x11HoldPrefixRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0e\n\x06handle\x18\x03 \x01(\t\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12+\n\x06shared\x18\x06 \x01(\x0b\x32\x1b.roundhouse.v1.SharedPrefix\"!\n\x0fHoldPrefixReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"2\n\x12ReleaseHoldRequest\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12\x0e\n\x06handle\x18\x02 \x01(\t\"\x12\n\x10ReleaseHoldReply\"f\n\x0b\x42lockEvents\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x0f\n\x07\x64ropped\x18\x05 \x03(\x0c\x32\x82\x07\n\x07KvStore\x12J\n\rDescribeArena\x12#.roundhouse.v1.DescribeArenaRequest\x1a\x14.roundhouse.v1.Arena\x12W\n\rAcquirePrefix\x12#.roundhouse.v1.AcquirePrefixRequest\x1a!.roundhouse.v1.AcquirePrefixReply\x12T\n\x0cReleaseLease\x12\".roundhouse.v1.ReleaseLeaseRequest\x1a .roundhouse.v1.ReleaseLeaseReply\x12W\n\rReserveBlocks\x12#.roundhouse.v1.ReserveBlocksRequest\x1a!.roundhouse.v1.ReserveBlocksReply\x12T\n\x0c\x43ommitBlocks\x12\".roundhouse.v1.CommitBlocksRequest\x1a .roundhouse.v1.CommitBlocksReply\x12K\n\tEraseSalt\x12\x1f.roundhouse.v1.EraseSaltRequest\x1a\x1d.roundhouse.v1.EraseSaltReply\x12O\n\rGetStatistics\x12#.roundhouse.v1.GetStatisticsRequest\x1a\x19.roundhouse.v1.Statistics\x12\x41\n\x05\x46\x65tch\x12\x1b.roundhouse.v1.FetchRequest\x1a\x19.roundhouse.v1.FetchPiece0\x01\x12I\n\x08Snapshot\x12\x1e.roundhouse.v1.SnapshotRequest\x1a\x1b.roundhouse.v1.SnapshotPart0\x01\x12N\n\nHoldPrefix\x12 .roundhouse.v1.HoldPrefixRequest\x1a\x1e.roundhouse.v1.HoldPrefixReply\x12Q\n\x0bReleaseHold\x12!.roundhouse.v1.ReleaseHoldRequest\x1a\x1f.roundhouse.v1.ReleaseHoldReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'roundhouse.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESCRIBEARENAREQUEST']._serialized_start=41
-  _globals['_DESCRIBEARENAREQUEST']._serialized_end=63
-  _globals['_ARENA']._serialized_start=65
-  _globals['_ARENA']._serialized_end=142
-  _globals['_ACQUIREPREFIXREQUEST']._serialized_start=144
-  _globals['_ACQUIREPREFIXREQUEST']._serialized_end=248
-  _globals['_ACQUIREPREFIXREPLY']._serialized_start=250
-  _globals['_ACQUIREPREFIXREPLY']._serialized_end=351
-  _globals['_BLOCKSLOT']._serialized_start=353
-  _globals['_BLOCKSLOT']._serialized_end=427
-  _globals['_RELEASELEASEREQUEST']._serialized_start=429
-  _globals['_RELEASELEASEREQUEST']._serialized_end=490
-  _globals['_RELEASELEASEREPLY']._serialized_start=492
-  _globals['_RELEASELEASEREPLY']._serialized_end=511
-  _globals['_RESERVEBLOCKSREQUEST']._serialized_start=514
-  _globals['_RESERVEBLOCKSREQUEST']._serialized_end=659
-  _globals['_RESERVEBLOCKSREPLY']._serialized_start=661
-  _globals['_RESERVEBLOCKSREPLY']._serialized_end=761
-  _globals['_COMMITBLOCKSREQUEST']._serialized_start=763
-  _globals['_COMMITBLOCKSREQUEST']._serialized_end=844
-  _globals['_COMMITBLOCKSREPLY']._serialized_start=846
-  _globals['_COMMITBLOCKSREPLY']._serialized_end=902
-  _globals['_ERASESALTREQUEST']._serialized_start=904
-  _globals['_ERASESALTREQUEST']._serialized_end=936
-  _globals['_ERASESALTREPLY']._serialized_start=938
-  _globals['_ERASESALTREPLY']._serialized_end=1006
-  _globals['_GETSTATISTICSREQUEST']._serialized_start=1008
-  _globals['_GETSTATISTICSREQUEST']._serialized_end=1044
-  _globals['_STATISTICS']._serialized_start=1047
-  _globals['_STATISTICS']._serialized_end=1401
-  _globals['_DISKSTATISTICS']._serialized_start=1404
-  _globals['_DISKSTATISTICS']._serialized_end=1579
-  _globals['_BLOCKEVENTS']._serialized_start=1581
-  _globals['_BLOCKEVENTS']._serialized_end=1683
-  _globals['_KVSTORE']._serialized_start=1686
-  _globals['_KVSTORE']._serialized_end=2279
+  _globals['_SHAREDPREFIX']._serialized_start=41
+  _globals['_SHAREDPREFIX']._serialized_end=85
+  _globals['_DESCRIBEARENAREQUEST']._serialized_start=87
+  _globals['_DESCRIBEARENAREQUEST']._serialized_end=109
+  _globals['_ARENA']._serialized_start=111
+  _globals['_ARENA']._serialized_end=188
+  _globals['_ACQUIREPREFIXREQUEST']._serialized_start=191
+  _globals['_ACQUIREPREFIXREQUEST']._serialized_end=385
+  _globals['_ACQUIREPREFIXREPLY']._serialized_start=388
+  _globals['_ACQUIREPREFIXREPLY']._serialized_end=541
+  _globals['_BLOCKSLOT']._serialized_start=543
+  _globals['_BLOCKSLOT']._serialized_end=617
+  _globals['_RELEASELEASEREQUEST']._serialized_start=619
+  _globals['_RELEASELEASEREQUEST']._serialized_end=680
+  _globals['_RELEASELEASEREPLY']._serialized_start=682
+  _globals['_RELEASELEASEREPLY']._serialized_end=701
+  _globals['_RESERVEBLOCKSREQUEST']._serialized_start=704
+  _globals['_RESERVEBLOCKSREQUEST']._serialized_end=870
+  _globals['_RESERVEBLOCKSREPLY']._serialized_start=872
+  _globals['_RESERVEBLOCKSREPLY']._serialized_end=972
+  _globals['_COMMITBLOCKSREQUEST']._serialized_start=974
+  _globals['_COMMITBLOCKSREQUEST']._serialized_end=1055
+  _globals['_COMMITBLOCKSREPLY']._serialized_start=1057
+  _globals['_COMMITBLOCKSREPLY']._serialized_end=1113
+  _globals['_ERASESALTREQUEST']._serialized_start=1115
+  _globals['_ERASESALTREQUEST']._serialized_end=1147
+  _globals['_ERASESALTREPLY']._serialized_start=1149
+  _globals['_ERASESALTREPLY']._serialized_end=1217
+  _globals['_GETSTATISTICSREQUEST']._serialized_start=1219
+  _globals['_GETSTATISTICSREQUEST']._serialized_end=1255
+  _globals['_STATISTICS']._serialized_start=1258
+  _globals['_STATISTICS']._serialized_end=1673
+  _globals['_PEERSTATISTICS']._serialized_start=1675
+  _globals['_PEERSTATISTICS']._serialized_end=1800
+  _globals['_DISKSTATISTICS']._serialized_start=1803
+  _globals['_DISKSTATISTICS']._serialized_end=1978
+  _globals['_FETCHREQUEST']._serialized_start=1981
+  _globals['_FETCHREQUEST']._serialized_end=2113
+  _globals['_FETCHPIECE']._serialized_start=2115
+  _globals['_FETCHPIECE']._serialized_end=2210
+  _globals['_SNAPSHOTREQUEST']._serialized_start=2212
+  _globals['_SNAPSHOTREQUEST']._serialized_end=2248
+  _globals['_SNAPSHOTPART']._serialized_start=2250
+  _globals['_SNAPSHOTPART']._serialized_end=2368
+  _globals['_HOLDPREFIXREQUEST']._serialized_start=2371
+  _globals['_HOLDPREFIXREQUEST']._serialized_end=2514
+  _globals['_HOLDPREFIXREPLY']._serialized_start=2516
+  _globals['_HOLDPREFIXREPLY']._serialized_end=2549
+  _globals['_RELEASEHOLDREQUEST']._serialized_start=2551
+  _globals['_RELEASEHOLDREQUEST']._serialized_end=2601
+  _globals['_RELEASEHOLDREPLY']._serialized_start=2603
+  _globals['_RELEASEHOLDREPLY']._serialized_end=2621
+  _globals['_BLOCKEVENTS']._serialized_start=2623
+  _globals['_BLOCKEVENTS']._serialized_end=2725
+  _globals['_KVSTORE']._serialized_start=2728
+  _globals['_KVSTORE']._serialized_end=3626
 # @@protoc_insertion_point(module_scope)

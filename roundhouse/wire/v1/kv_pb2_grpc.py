@@ -69,6 +69,26 @@ class KvStoreStub:
                 request_serializer=roundhouse_dot_v1_dot_kv__pb2.GetStatisticsRequest.SerializeToString,
                 response_deserializer=roundhouse_dot_v1_dot_kv__pb2.Statistics.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/roundhouse.v1.KvStore/Fetch',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.FetchRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.FetchPiece.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/roundhouse.v1.KvStore/Snapshot',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.SnapshotPart.FromString,
+                _registered_method=True)
+        self.HoldPrefix = channel.unary_unary(
+                '/roundhouse.v1.KvStore/HoldPrefix',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixReply.FromString,
+                _registered_method=True)
+        self.ReleaseHold = channel.unary_unary(
+                '/roundhouse.v1.KvStore/ReleaseHold',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldReply.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -102,8 +122,8 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitBlocks(self, request, context):
-        """Publishes written blocks and ends the reservation; only those whose bytes match the checksum, and whose parent is
-        stored, become visible.
+        """Publishes written blocks and ends the reservation; only those whose parent is stored become visible. The checksum is
+        the writer's, of what it meant to write: every reader checks its copy against it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +138,36 @@ class KvStoreServicer:
 
     def GetStatistics(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
+        and what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Every key that can be found here, for a follower of BlockEvents that has lost some.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldPrefix(self, request, context):
+        """Pins a chain under a name of the caller's choice, so that it outlives its writer and its request: the result of a
+        prefill until decode claims it. Ends by itself. Idempotent by (salt, handle): repeated, it is extended and renewed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseHold(self, request, context):
+        """Ends a hold before its time. Unknown ones are fine.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -159,6 +209,26 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.GetStatistics,
                     request_deserializer=roundhouse_dot_v1_dot_kv__pb2.GetStatisticsRequest.FromString,
                     response_serializer=roundhouse_dot_v1_dot_kv__pb2.Statistics.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.FetchRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.FetchPiece.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.SnapshotRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.SnapshotPart.SerializeToString,
+            ),
+            'HoldPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldPrefix,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixReply.SerializeToString,
+            ),
+            'ReleaseHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseHold,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -350,6 +420,114 @@ class KvStore:
             '/roundhouse.v1.KvStore/GetStatistics',
             roundhouse_dot_v1_dot_kv__pb2.GetStatisticsRequest.SerializeToString,
             roundhouse_dot_v1_dot_kv__pb2.Statistics.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/roundhouse.v1.KvStore/Fetch',
+            roundhouse_dot_v1_dot_kv__pb2.FetchRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.FetchPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/roundhouse.v1.KvStore/Snapshot',
+            roundhouse_dot_v1_dot_kv__pb2.SnapshotRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.SnapshotPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/roundhouse.v1.KvStore/HoldPrefix',
+            roundhouse_dot_v1_dot_kv__pb2.HoldPrefixRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.HoldPrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/roundhouse.v1.KvStore/ReleaseHold',
+            roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldReply.FromString,
             options,
             channel_credentials,
             insecure,
