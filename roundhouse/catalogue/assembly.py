@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from roundhouse.catalogue import sizes
 from roundhouse.catalogue.declaration import Declaration, interface_of
 from roundhouse.catalogue.digests import DigestCache, Progress, version_digest
 from roundhouse.catalogue.problems import DeclarationRefused, Problem
 from roundhouse.catalogue.records import Adapter, Budget, Catalogue, Engine, Interface, Limits, Model, Price, Tenant
-from roundhouse.catalogue.shape import AdapterShape, ModelShape, PriceShape, TenantShape
+from roundhouse.catalogue.shape import AdapterShape, DatedPriceShape, ModelShape, PriceShape, TenantShape
 from roundhouse.catalogue.sizes import SizedVersion, SizeEstimator
 from roundhouse.catalogue.yaml_document import Path as Where
 from roundhouse.errors import InvalidInput, RoundhouseError
@@ -104,6 +106,7 @@ class _Assembly:
             fallback=None if shape.fallback is None else ModelName(shape.fallback),
             access=tuple(shape.access.tenants),
             price=_price(shape.price, shape.name),
+            prices=tuple(_dated_price(price, shape.name) for price in shape.prices),
         )
 
     def adapter(self, shape: AdapterShape) -> Adapter:
@@ -115,6 +118,7 @@ class _Assembly:
             digest=version_digest(path, cache=self._reading.cache, progress=self._reading.progress),
             tenant=None if shape.tenant is None else TenantId(shape.tenant),
             price=_price(shape.price, shape.name),
+            prices=tuple(_dated_price(price, shape.name) for price in shape.prices),
         )
 
     def _context_tokens(self, shape: ModelShape, path: Path) -> int:
@@ -146,16 +150,27 @@ def _tenant(shape: TenantShape) -> Tenant:
         isolation=shape.isolation,
         fallback=shape.fallback,
         models=tuple(shape.models),
+        usage_retention_days=shape.usage_retention_days,
     )
 
 
 def _price(shape: PriceShape | None, name: str) -> Price | None:
-    if shape is None:
-        return None
+    return None if shape is None else _price_of(shape, name)
+
+
+def _price_of(shape: PriceShape, name: str) -> Price:
     return Price(
         id=shape.id or name,
         currency=shape.currency,
         input=shape.input,
         cached_input=shape.cached_input,
         output=shape.output,
+    )
+
+
+def _dated_price(shape: DatedPriceShape, name: str) -> Price:
+    return msgspec.structs.replace(
+        _price_of(shape, name),
+        priority_class=shape.priority_class or "",
+        effective_from_ms=shape.effective_from,
     )

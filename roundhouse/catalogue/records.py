@@ -58,6 +58,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     input: str = "0"
     cached_input: str = "0"
     output: str = "0"
+    priority_class: str = ""  # of which class of requests; empty = every class
+    effective_from_ms: int | None = None  # Unix time; None = from when it is first seen
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +82,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     def pool_of(self, model: "Model") -> PoolName:
         """Where its requests for a model are placed: its own pool if it has one, else the model's."""
         return model.pool if self.isolation == "shared" or self.has_own_instances else PoolName(self.isolation)
+
+    usage_retention_days: int | None = None  # how long single requests are kept in the ledger; None = for ever
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +108,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     fallback: ModelName | None = None  # answers instead when this one's promise would be broken and the tenant allows
     access: tuple[str, ...] = ("*",)  # tenant names
     price: Price | None = None
+    prices: tuple[Price, ...] = ()  # further ones: of one class, or from an instant on
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +120,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     digest: Digest
     tenant: TenantId | None = None  # None = shared
     price: Price | None = None
+    prices: tuple[Price, ...] = ()
 
 
 class Catalogue(msgspec.Struct, frozen=True, kw_only=True):

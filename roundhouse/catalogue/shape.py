@@ -4,6 +4,7 @@ Strict: nothing is converted silently, an unknown key is an error. The words are
 """
 
 import re
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
@@ -89,6 +90,30 @@ class PriceShape(Shape):
     currency: Currency = "USD"
 
 
+def _instant(value: object) -> int:
+    """A date (its start in UTC) or an RFC 3339 time with an offset, as Unix milliseconds."""
+    if type(value) is date:
+        value = datetime(value.year, value.month, value.day, tzinfo=UTC)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value if len(value) > len("2026-01-31") else f"{value}T00:00:00+00:00")
+        except ValueError:
+            raise ValueError("must be a date or an RFC 3339 time") from None
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        raise ValueError("must be a date, or an RFC 3339 time with an offset such as 2026-12-01T00:00:00Z")
+    return (value - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+
+
+Instant = Annotated[Any, BeforeValidator(_instant)]
+
+
+class DatedPriceShape(PriceShape):
+    """A further price: of one class, or from an instant on, or both."""
+
+    priority_class: Literal["interactive", "standard", "batch"] | None = Field(default=None, alias="class")
+    effective_from: Instant | None = Field(default=None, alias="from")
+
+
 class TenantShape(Shape):
     """A customer."""
 
@@ -100,6 +125,7 @@ class TenantShape(Shape):
     isolation: Name = "shared"  # or one of the words in `records`, or a pool of this tenant's own
     fallback: bool = False
     models: list[Pattern] = Field(default_factory=lambda: ["*"])
+    usage_retention_days: Positive | None = None
 
 
 class SourceShape(Shape):
@@ -153,6 +179,7 @@ class ModelShape(Shape):
     residency: ResidencyShape = ResidencyShape()
     access: AccessShape = AccessShape()
     price: PriceShape | None = None
+    prices: list[DatedPriceShape] = Field(default_factory=list)
 
 
 class AdapterShape(Shape):
@@ -163,6 +190,7 @@ class AdapterShape(Shape):
     source: SourceShape
     tenant: Name | None = None
     price: PriceShape | None = None
+    prices: list[DatedPriceShape] = Field(default_factory=list)
 
 
 class FileShape(Shape):
