@@ -14,9 +14,20 @@ import msgspec
 
 from roundhouse.catalogue import sizes
 from roundhouse.catalogue.declaration import Declaration, interface_of
-from roundhouse.catalogue.digests import DigestCache, Progress, version_digest
+from roundhouse.catalogue.digests import DigestCache, FileEntry, Progress, digest_of_entries, version_entries
 from roundhouse.catalogue.problems import DeclarationRefused, Problem
-from roundhouse.catalogue.records import Adapter, Budget, Catalogue, Engine, Interface, Limits, Model, Price, Tenant
+from roundhouse.catalogue.records import (
+    Adapter,
+    Budget,
+    Catalogue,
+    ContentFile,
+    Engine,
+    Interface,
+    Limits,
+    Model,
+    Price,
+    Tenant,
+)
 from roundhouse.catalogue.shape import AdapterShape, DatedPriceShape, ModelShape, PriceShape, TenantShape
 from roundhouse.catalogue.sizes import SizedVersion, SizeEstimator
 from roundhouse.catalogue.yaml_document import Path as Where
@@ -86,12 +97,14 @@ class _Assembly:
         device = shape.memory.device
         if device == "auto":
             device = self._reading.estimate(SizedVersion(path, engine, kv_pool_tokens))
+        content = self._content(path)
         return Model(
             name=ModelName(shape.name),
             source_path=str(path),
             engine=engine,
             interface=Interface(interface_of(shape)),
-            digest=version_digest(path, cache=self._reading.cache, progress=self._reading.progress),
+            digest=digest_of_entries(content),
+            files=_files(content),
             slots=shape.slots,
             device_bytes=device,
             kv_pool_tokens=kv_pool_tokens,
@@ -111,15 +124,20 @@ class _Assembly:
 
     def adapter(self, shape: AdapterShape) -> Adapter:
         path = self._declaration.path_of(shape.source.path)
+        content = self._content(path)
         return Adapter(
             name=AdapterName(shape.name),
             base=ModelName(shape.base),
             source_path=str(path),
-            digest=version_digest(path, cache=self._reading.cache, progress=self._reading.progress),
+            digest=digest_of_entries(content),
+            files=_files(content),
             tenant=None if shape.tenant is None else TenantId(shape.tenant),
             price=_price(shape.price, shape.name),
             prices=tuple(_dated_price(price, shape.name) for price in shape.prices),
         )
+
+    def _content(self, path: Path) -> list[FileEntry]:
+        return version_entries(path, cache=self._reading.cache, progress=self._reading.progress)
 
     def _context_tokens(self, shape: ModelShape, path: Path) -> int:
         if interface_of(shape) != "llm":
@@ -137,6 +155,10 @@ class _Assembly:
             given = self._declaration.path_of(shape.tokenizer)
             return str(given.parent if given.is_file() else given)
         return str(path) if interface_of(shape) == "llm" and (path / "tokenizer.json").is_file() else ""
+
+
+def _files(content: Sequence[FileEntry]) -> tuple[ContentFile, ...]:
+    return tuple(ContentFile(name=each.name, size=each.size, sha256=each.sha256.hex()) for each in content)
 
 
 def _tenant(shape: TenantShape) -> Tenant:

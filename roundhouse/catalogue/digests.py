@@ -66,7 +66,14 @@ def version_digest(path: Path, *, cache: DigestCache | None = None, progress: Pr
 
     Raises NotFound (no such path), InvalidInput (empty folder, or something in it that is no file), Conflict (a file
     changed while it was read)."""
-    return digest_of_entries(_entry(name, file, cache, progress) for name, file in version_files(path))
+    return digest_of_entries(version_entries(path, cache=cache, progress=progress))
+
+
+def version_entries(
+    path: Path, *, cache: DigestCache | None = None, progress: Progress | None = None
+) -> list[FileEntry]:
+    """The files of a version with their hashes, by name. As `version_digest` otherwise."""
+    return [_entry(name, file, cache, progress) for name, file in version_files(path)]
 
 
 def digest_of_entries(entries: Iterable[FileEntry]) -> Digest:

@@ -86,6 +86,14 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     usage_retention_days: int | None = None  # how long single requests are kept in the ledger; None = for ever
 
 
+class ContentFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One file of a version. A list of these is good if its digest is the version's, whoever brings it."""
+
+    name: str  # relative to the version's folder, with `/`
+    size: int  # bytes
+    sha256: str  # 64 hexadecimal digits
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One model with its current version."""
 
@@ -94,6 +102,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     engine: Engine
     interface: Interface
     digest: Digest  # over names and contents of the version's files
+    files: tuple[ContentFile, ...] = ()  # what the digest is over; empty = found out when it is staged
     slots: int = 4  # requests an instance runs at once
     device_bytes: int = 0  # weights + workspace + KV pool of one instance
     kv_pool_tokens: int = 0
@@ -118,6 +127,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     base: ModelName
     source_path: str
     digest: Digest
+    files: tuple[ContentFile, ...] = ()
     tenant: TenantId | None = None  # None = shared
     price: Price | None = None
     prices: tuple[Price, ...] = ()

@@ -25,29 +25,33 @@ _sym_db = _symbol_database.Default()
 from roundhouse.wire.v1 import vocabulary_pb2 as roundhouse_dot_v1_dot_vocabulary__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1broundhouse/v1/loading.proto\x12\rroundhouse.v1\x1a\x1eroundhouse/v1/vocabulary.proto\"\xc0\x01\n\x13\x45nsureLoadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x31\n\x0cunload_first\x18\x03 \x03(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\r\"\xdd\x01\n\x0cLoadProgress\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x05 \x01(\r\x12)\n\x08instance\x18\x06 \x01(\x0b\x32\x17.roundhouse.v1.Instance\"~\n\x15\x45nsureUnloadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\")\n\x13\x45nsureUnloadedReply\x12\x12\n\nwas_loaded\x18\x01 \x01(\x08\"\x15\n\x13GetNodeStateRequest\"\x9c\x03\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x04 \x01(\x03\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12%\n\x04role\x18\x06 \x01(\x0e\x32\x17.roundhouse.v1.NodeRole\x12\x11\n\taccepting\x18\x07 \x01(\x08\x12\x18\n\x10unhealthy_reason\x18\x08 \x01(\t\x12\x1b\n\x13triton_grpc_address\x18\t \x01(\t\x12\x16\n\x0eloader_address\x18\n \x01(\t\x12\x17\n\x0fkvstore_address\x18\x0b \x01(\t\x12\'\n\x05tiers\x18\x0c \x03(\x0b\x32\x18.roundhouse.v1.TierBytes\x12*\n\tinstances\x18\r \x03(\x0b\x32\x17.roundhouse.v1.Instance\x12\x14\n\x0c\x64\x65vice_count\x18\x0e \x01(\r\x12&\n\x07\x64\x65vices\x18\x0f \x03(\x0b\x32\x15.roundhouse.v1.Device\"|\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x04\x12\x10\n\x08resident\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x12\n\nlink_group\x18\x06 \x01(\r\x12\x0b\n\x03mig\x18\x07 \x01(\x08\"\xf7\x02\n\x08Instance\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x19\n\x11triton_model_name\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x04\x12\x1b\n\x13state_since_unix_ms\x18\x06 \x01(\x03\x12\x10\n\x08stage_ms\x18\x07 \x01(\r\x12\x0f\n\x07load_ms\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x18\n\x10retry_at_unix_ms\x18\n \x01(\x03\x12\r\n\x05slots\x18\x0b \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x0c \x03(\r\x12!\n\x04tier\x18\r \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x0e \x01(\r2\x85\x02\n\x06Loader\x12Q\n\x0c\x45nsureLoaded\x12\".roundhouse.v1.EnsureLoadedRequest\x1a\x1b.roundhouse.v1.LoadProgress0\x01\x12Z\n\x0e\x45nsureUnloaded\x12$.roundhouse.v1.EnsureUnloadedRequest\x1a\".roundhouse.v1.EnsureUnloadedReply\x12L\n\x0cGetNodeState\x12\".roundhouse.v1.GetNodeStateRequest\x1a\x18.roundhouse.v1.NodeStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1broundhouse/v1/loading.proto\x12\rroundhouse.v1\x1a\x1eroundhouse/v1/vocabulary.proto\"\"\n\x10\x44rainNodeRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x13\n\x11ResumeNodeRequest\"\xe5\x01\n\x13\x45nsureLoadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x31\n\x0cunload_first\x18\x03 \x03(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\r\x12#\n\x06target\x18\x07 \x01(\x0e\x32\x13.roundhouse.v1.Tier\"\xdd\x01\n\x0cLoadProgress\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x05 \x01(\r\x12)\n\x08instance\x18\x06 \x01(\x0b\x32\x17.roundhouse.v1.Instance\"~\n\x15\x45nsureUnloadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\")\n\x13\x45nsureUnloadedReply\x12\x12\n\nwas_loaded\x18\x01 \x01(\x08\"\x15\n\x13GetNodeStateRequest\"\x9c\x03\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x04 \x01(\x03\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12%\n\x04role\x18\x06 \x01(\x0e\x32\x17.roundhouse.v1.NodeRole\x12\x11\n\taccepting\x18\x07 \x01(\x08\x12\x18\n\x10unhealthy_reason\x18\x08 \x01(\t\x12\x1b\n\x13triton_grpc_address\x18\t \x01(\t\x12\x16\n\x0eloader_address\x18\n \x01(\t\x12\x17\n\x0fkvstore_address\x18\x0b \x01(\t\x12\'\n\x05tiers\x18\x0c \x03(\x0b\x32\x18.roundhouse.v1.TierBytes\x12*\n\tinstances\x18\r \x03(\x0b\x32\x17.roundhouse.v1.Instance\x12\x14\n\x0c\x64\x65vice_count\x18\x0e \x01(\r\x12&\n\x07\x64\x65vices\x18\x0f \x03(\x0b\x32\x15.roundhouse.v1.Device\"|\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x04\x12\x10\n\x08resident\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x12\n\nlink_group\x18\x06 \x01(\r\x12\x0b\n\x03mig\x18\x07 \x01(\x08\"\x8f\x03\n\x08Instance\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x19\n\x11triton_model_name\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x04\x12\x1b\n\x13state_since_unix_ms\x18\x06 \x01(\x03\x12\x10\n\x08stage_ms\x18\x07 \x01(\r\x12\x0f\n\x07load_ms\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x18\n\x10retry_at_unix_ms\x18\n \x01(\x03\x12\r\n\x05slots\x18\x0b \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x0c \x03(\r\x12!\n\x04tier\x18\r \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x0e \x01(\r\x12\x16\n\x0emeasured_bytes\x18\x0f \x01(\x04\x32\x99\x03\n\x06Loader\x12Q\n\x0c\x45nsureLoaded\x12\".roundhouse.v1.EnsureLoadedRequest\x1a\x1b.roundhouse.v1.LoadProgress0\x01\x12Z\n\x0e\x45nsureUnloaded\x12$.roundhouse.v1.EnsureUnloadedRequest\x1a\".roundhouse.v1.EnsureUnloadedReply\x12L\n\x0cGetNodeState\x12\".roundhouse.v1.GetNodeStateRequest\x1a\x18.roundhouse.v1.NodeState\x12H\n\tDrainNode\x12\x1f.roundhouse.v1.DrainNodeRequest\x1a\x18.roundhouse.v1.NodeState0\x01\x12H\n\nResumeNode\x12 .roundhouse.v1.ResumeNodeRequest\x1a\x18.roundhouse.v1.NodeStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'roundhouse.v1.loading_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENSURELOADEDREQUEST']._serialized_start=79
-  _globals['_ENSURELOADEDREQUEST']._serialized_end=271
-  _globals['_LOADPROGRESS']._serialized_start=274
-  _globals['_LOADPROGRESS']._serialized_end=495
-  _globals['_ENSUREUNLOADEDREQUEST']._serialized_start=497
-  _globals['_ENSUREUNLOADEDREQUEST']._serialized_end=623
-  _globals['_ENSUREUNLOADEDREPLY']._serialized_start=625
-  _globals['_ENSUREUNLOADEDREPLY']._serialized_end=666
-  _globals['_GETNODESTATEREQUEST']._serialized_start=668
-  _globals['_GETNODESTATEREQUEST']._serialized_end=689
-  _globals['_NODESTATE']._serialized_start=692
-  _globals['_NODESTATE']._serialized_end=1104
-  _globals['_DEVICE']._serialized_start=1106
-  _globals['_DEVICE']._serialized_end=1230
-  _globals['_INSTANCE']._serialized_start=1233
-  _globals['_INSTANCE']._serialized_end=1608
-  _globals['_LOADER']._serialized_start=1611
-  _globals['_LOADER']._serialized_end=1872
+  _globals['_DRAINNODEREQUEST']._serialized_start=78
+  _globals['_DRAINNODEREQUEST']._serialized_end=112
+  _globals['_RESUMENODEREQUEST']._serialized_start=114
+  _globals['_RESUMENODEREQUEST']._serialized_end=133
+  _globals['_ENSURELOADEDREQUEST']._serialized_start=136
+  _globals['_ENSURELOADEDREQUEST']._serialized_end=365
+  _globals['_LOADPROGRESS']._serialized_start=368
+  _globals['_LOADPROGRESS']._serialized_end=589
+  _globals['_ENSUREUNLOADEDREQUEST']._serialized_start=591
+  _globals['_ENSUREUNLOADEDREQUEST']._serialized_end=717
+  _globals['_ENSUREUNLOADEDREPLY']._serialized_start=719
+  _globals['_ENSUREUNLOADEDREPLY']._serialized_end=760
+  _globals['_GETNODESTATEREQUEST']._serialized_start=762
+  _globals['_GETNODESTATEREQUEST']._serialized_end=783
+  _globals['_NODESTATE']._serialized_start=786
+  _globals['_NODESTATE']._serialized_end=1198
+  _globals['_DEVICE']._serialized_start=1200
+  _globals['_DEVICE']._serialized_end=1324
+  _globals['_INSTANCE']._serialized_start=1327
+  _globals['_INSTANCE']._serialized_end=1726
+  _globals['_LOADER']._serialized_start=1729
+  _globals['_LOADER']._serialized_end=2138
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,41 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DrainNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """shown as unhealthy_reason"""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeNodeRequest: _TypeAlias = ResumeNodeRequest  # noqa: Y015
+
+@_typing.final
 class EnsureLoadedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -29,12 +64,15 @@ class EnsureLoadedRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """orders commands for this version; the newest wins"""
     deadline_ms: _builtins.int
     """from receipt"""
     reason: _builtins.str
-    """for the audit stream: "demand", "prewarm", "operator" """
+    """for the audit stream, and who goes first: "demand", "operator" over "prewarm" over others"""
+    target: _vocabulary_pb2.Tier.ValueType
+    """HOST or DISK: only bring the weights there, the last message has state STAGED; else READY"""
     @_builtins.property
     def version(self) -> _vocabulary_pb2.ModelVersion: ...
     @_builtins.property
@@ -54,10 +92,11 @@ class EnsureLoadedRequest(_message.Message):
         deadline_ms: _builtins.int = ...,
         reason: _builtins.str = ...,
         devices: _abc.Iterable[_builtins.int] | None = ...,
+        target: _vocabulary_pb2.Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "devices", b"devices", "generation", b"generation", "reason", b"reason", "unload_first", b"unload_first", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "devices", b"devices", "generation", b"generation", "reason", b"reason", "target", b"target", "unload_first", b"unload_first", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,6 +334,7 @@ class Instance(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     ESTIMATED_REMAINING_MS_FIELD_NUMBER: _builtins.int
+    MEASURED_BYTES_FIELD_NUMBER: _builtins.int
     state: _vocabulary_pb2.InstanceState.ValueType
     triton_model_name: _builtins.str
     generation: _builtins.int
@@ -311,6 +351,8 @@ class Instance(_message.Message):
     """the fastest tier that holds all its bytes now; unspecified = only its source"""
     estimated_remaining_ms: _builtins.int
     """of a load that goes on; 0 = unknown"""
+    measured_bytes: _builtins.int
+    """what the model's processes took after the last load; 0 = not measured"""
     @_builtins.property
     def version(self) -> _vocabulary_pb2.ModelVersion: ...
     @_builtins.property
@@ -334,10 +376,11 @@ class Instance(_message.Message):
         devices: _abc.Iterable[_builtins.int] | None = ...,
         tier: _vocabulary_pb2.Tier.ValueType = ...,
         estimated_remaining_ms: _builtins.int = ...,
+        measured_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "devices", b"devices", "estimated_remaining_ms", b"estimated_remaining_ms", "generation", b"generation", "load_ms", b"load_ms", "reason", b"reason", "retry_at_unix_ms", b"retry_at_unix_ms", "slots", b"slots", "stage_ms", b"stage_ms", "state", b"state", "state_since_unix_ms", b"state_since_unix_ms", "tier", b"tier", "triton_model_name", b"triton_model_name", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "devices", b"devices", "estimated_remaining_ms", b"estimated_remaining_ms", "generation", b"generation", "load_ms", b"load_ms", "measured_bytes", b"measured_bytes", "reason", b"reason", "retry_at_unix_ms", b"retry_at_unix_ms", "slots", b"slots", "stage_ms", b"stage_ms", "state", b"state", "state_since_unix_ms", b"state_since_unix_ms", "tier", b"tier", "triton_model_name", b"triton_model_name", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,16 @@ class LoaderStub:
                 request_serializer=roundhouse_dot_v1_dot_loading__pb2.GetNodeStateRequest.SerializeToString,
                 response_deserializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_stream(
+                '/roundhouse.v1.Loader/DrainNode',
+                request_serializer=roundhouse_dot_v1_dot_loading__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
+                _registered_method=True)
+        self.ResumeNode = channel.unary_unary(
+                '/roundhouse.v1.Loader/ResumeNode',
+                request_serializer=roundhouse_dot_v1_dot_loading__pb2.ResumeNodeRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
+                _registered_method=True)
 
 
 class LoaderServicer:
@@ -77,6 +87,20 @@ class LoaderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
+        Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LoaderServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +117,16 @@ def add_LoaderServicer_to_server(servicer, server):
             'GetNodeState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNodeState,
                     request_deserializer=roundhouse_dot_v1_dot_loading__pb2.GetNodeStateRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=roundhouse_dot_v1_dot_loading__pb2.DrainNodeRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.SerializeToString,
+            ),
+            'ResumeNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeNode,
+                    request_deserializer=roundhouse_dot_v1_dot_loading__pb2.ResumeNodeRequest.FromString,
                     response_serializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.SerializeToString,
             ),
     }
@@ -177,6 +211,60 @@ class Loader:
             target,
             '/roundhouse.v1.Loader/GetNodeState',
             roundhouse_dot_v1_dot_loading__pb2.GetNodeStateRequest.SerializeToString,
+            roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/roundhouse.v1.Loader/DrainNode',
+            roundhouse_dot_v1_dot_loading__pb2.DrainNodeRequest.SerializeToString,
+            roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/roundhouse.v1.Loader/ResumeNode',
+            roundhouse_dot_v1_dot_loading__pb2.ResumeNodeRequest.SerializeToString,
             roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
             options,
             channel_credentials,

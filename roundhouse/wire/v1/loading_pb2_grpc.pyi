@@ -40,6 +40,11 @@ class LoaderStub:
     EnsureUnloaded: _grpc.UnaryUnaryMultiCallable[_loading_pb2.EnsureUnloadedRequest, _loading_pb2.EnsureUnloadedReply]
     """Drains and unloads; answers when Triton says the memory is free."""
     GetNodeState: _grpc.UnaryUnaryMultiCallable[_loading_pb2.GetNodeStateRequest, _loading_pb2.NodeState]
+    DrainNode: _grpc.UnaryStreamMultiCallable[_loading_pb2.DrainNodeRequest, _loading_pb2.NodeState]
+    """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
+    Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
+    """
+    ResumeNode: _grpc.UnaryUnaryMultiCallable[_loading_pb2.ResumeNodeRequest, _loading_pb2.NodeState]
 
 @_typing.type_check_only
 class LoaderAsyncStub(LoaderStub):
@@ -53,6 +58,11 @@ class LoaderAsyncStub(LoaderStub):
     EnsureUnloaded: _aio.UnaryUnaryMultiCallable[_loading_pb2.EnsureUnloadedRequest, _loading_pb2.EnsureUnloadedReply]  # type: ignore[assignment]
     """Drains and unloads; answers when Triton says the memory is free."""
     GetNodeState: _aio.UnaryUnaryMultiCallable[_loading_pb2.GetNodeStateRequest, _loading_pb2.NodeState]  # type: ignore[assignment]
+    DrainNode: _aio.UnaryStreamMultiCallable[_loading_pb2.DrainNodeRequest, _loading_pb2.NodeState]  # type: ignore[assignment]
+    """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
+    Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
+    """
+    ResumeNode: _aio.UnaryUnaryMultiCallable[_loading_pb2.ResumeNodeRequest, _loading_pb2.NodeState]  # type: ignore[assignment]
 
 class LoaderServicer(metaclass=_abc_1.ABCMeta):
     """One a node. Every call is idempotent; an older generation for the same model version is refused with ABORTED."""
@@ -79,6 +89,23 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
     def GetNodeState(
         self,
         request: _loading_pb2.GetNodeStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loading_pb2.NodeState, _abc.Awaitable[_loading_pb2.NodeState]]: ...
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _loading_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_loading_pb2.NodeState], _abc.AsyncIterator[_loading_pb2.NodeState]]:
+        """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
+        Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeNode(
+        self,
+        request: _loading_pb2.ResumeNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loading_pb2.NodeState, _abc.Awaitable[_loading_pb2.NodeState]]: ...
 
