@@ -30,6 +30,7 @@ from services.scheduler.domain.records import (
     VersionKey,
 )
 from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder
+from services.scheduler.domain.warmth.history import Entry
 
 
 class SchedulingStore(Protocol):
@@ -105,6 +106,20 @@ class SchedulingStore(Protocol):
 
     async def snapshot(self, pool: PoolName, now_ms: int) -> PoolState:
         """Everything placement needs to know of the pool's queues."""
+        ...
+
+
+class History(Protocol):
+    """What happened in each pool, shared by all replicas. Entries come in one order for all; old ones are dropped."""
+
+    async def append(self, pool: PoolName, entry: Entry) -> None:
+        """Add what this replica saw. Raises Unavailable; then it may be in the history or not."""
+        ...
+
+    async def after(self, pool: PoolName, cursor: str) -> tuple[tuple[Entry, ...], str]:
+        """The next entries after a cursor ("" = the oldest that is kept), and the cursor after them.
+
+        A long past comes in pieces: ask until nothing comes. Raises Unavailable."""
         ...
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import httpx
 from redis.asyncio import Redis
 
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.assembly import FileReading
 from roundhouse.catalogue.digests import DigestCache
 from roundhouse.catalogue.store import CatalogueStore, CatalogueView
 from roundhouse.clock import Clock
 from roundhouse.event_bus import EventBus
 from services.gateway.adapters.admin_api import AdminServices
-from services.gateway.adapters.admin_audit import BusAuditTrail
 from services.gateway.adapters.admin_caches import GrpcNodeCaches
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from roundhouse import subjects
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.block_keys import tenant_salt
 from roundhouse.catalogue.assembly import FileReading
 from roundhouse.catalogue.digests import DigestCache
@@ -17,7 +18,6 @@ from roundhouse.event_bus import Message
 from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.adapters.admin_api import AdminServices, admin_app
-from services.gateway.adapters.admin_audit import BusAuditTrail
 from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
 from services.gateway.operations.admin_models import ModelOperations

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from roundhouse import subjects, telemetry
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.assembly import FileReading
 from roundhouse.catalogue.digests import DigestCache
 from roundhouse.catalogue.problems import DeclarationRefused
@@ -14,7 +15,6 @@ from roundhouse.errors import Conflict, Unavailable
 from roundhouse.event_bus import Message
 from roundhouse.vocabulary import KeyId
 from roundhouse.wire.v1 import events_pb2
-from services.gateway.adapters.admin_audit import BusAuditTrail
 from services.gateway.operations.apply import CatalogueApplication, Declared, read_declared
 from tests.fakes.catalogue import FixedCatalogue, InMemoryCatalogueStore
 from tests.fakes.clock import ManualClock

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.records import Catalogue, Tenant
 from roundhouse.errors import InvalidInput, NotFound, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
-from services.gateway.adapters.admin_audit import BusAuditTrail
 from services.gateway.domain import keys
 from services.gateway.domain.keys import ADMIN, INFERENCE, OPERATORS, USAGE_READ
 from services.gateway.operations.keys import LIFETIME_MAX_S, KeyOperations, KeyWish

@@ -9,23 +9,24 @@ from roundhouse import subjects
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus
-from roundhouse.vocabulary import KeyId
 from roundhouse.wire.v1 import events_pb2
 
 log = structlog.get_logger(__name__)
 
 
 class BusAuditTrail:
-    """`AuditTrail` over the bus. An action that was done is not undone because nobody could be told (case B06)."""
+    """Records actions. One that was done is not undone because nobody could be told (case B06)."""
 
     def __init__(self, bus: EventBus, clock: Clock) -> None:
         self._bus = bus
         self._clock = clock
 
     async def record(
-        self, what: str, *, actor: KeyId, subject: str, reason: str = "", details: Mapping[str, str] | None = None
+        self, what: str, *, actor: str, subject: str, reason: str = "", details: Mapping[str, str] | None = None
     ) -> None:
-        """See `AuditTrail.record`. Takes up to the bus's time-out when it is away."""
+        """Record that `actor` (a service, or the id of a key) did `what` to `subject`. Never raises for the bus.
+
+        Takes up to the bus's time-out when it is away."""
         event = events_pb2.AuditEvent(
             time_unix_ms=self._clock.now_ms(),
             what=what,
