@@ -21,6 +21,7 @@ from services.scheduler.domain.records import (
     LoadClaim,
     LoadFailure,
     Offer,
+    Part,
     Progress,
     QueueEntry,
     RefusalReason,
@@ -35,7 +36,7 @@ from tests.fakes.scheduling_store import InMemorySchedulingStore
 
 # Names with separators, so that keys made of them must not collide.
 TENANTS = [TenantId("a"), TenantId("a:b"), TenantId("ü|{x}")]
-VERSIONS = [version_key("m", "sha256:1"), version_key("m:1", "sha256:1"), version_key("ö@x", "sha256:2")]
+VERSIONS = [version_key("m", "sha256:1"), version_key("m:1", "sha256:1"), version_key("ö@x", "sha256:2", "a-b")]
 NODES = [NodeId("n"), NodeId("n:1"), NodeId("é")]
 ATTEMPTS = [AttemptId(f"r{number}/1") for number in range(12)]
 POLICY = Policy(lease_ms=3_000, retry_ms=400, delivery_ms_max=1_500, tombstone_ms=10**9)
@@ -46,7 +47,14 @@ used = st.builds(Tokens, tokens, st.integers(0, 500), tokens)
 attempts = st.sampled_from(ATTEMPTS)
 versions = st.sampled_from(VERSIONS)
 nodes = st.sampled_from(NODES)
-offers = st.lists(st.tuples(nodes, versions, st.integers(0, 3)), max_size=4, unique_by=lambda each: each[:2])
+instances = st.builds(instance_key, nodes, versions)
+warm = st.lists(st.tuples(instances, st.integers(0, 2_000)), max_size=3, unique_by=lambda each: each[0]).map(tuple)
+costs = st.sampled_from([0, 3, 100, 2_000])
+offers = st.lists(
+    st.tuples(nodes, versions, st.integers(0, 3), st.sampled_from(list(Part)), costs, costs, costs),
+    max_size=6,
+    unique_by=lambda each: each[:2],
+)
 
 
 class BothStores(RuleBasedStateMachine):
@@ -93,6 +101,7 @@ class BothStores(RuleBasedStateMachine):
         patience=st.sampled_from([0, 300, 2_000, 2_000, 60_000]),
         weight=st.sampled_from([1, 333, 1_000, 7_000]),
         room=st.builds(Room, st.integers(0, 4), st.integers(0, 3), st.sampled_from([0, 0, 500])),
+        cached=warm,
     )
     def enqueue(
         self,
@@ -104,15 +113,19 @@ class BothStores(RuleBasedStateMachine):
         patience: int,
         weight: int,
         room: Room,
+        cached: Any,
     ) -> None:
-        entry = QueueEntry(
-            attempt, tenant, version, name, size[0], size[1], self.now_ms + patience, weight, attempt.encode() + b"\xff"
-        )
+        payload = attempt.encode() + b"\xff"
+        deadline_ms = self.now_ms + patience
+        entry = QueueEntry(attempt, tenant, version, name, *size, deadline_ms, weight, payload, cached)
         self.enqueue_one(entry, room)
 
     @rule(offered=offers, limit=st.integers(1, 4))
-    def take(self, offered: list[tuple[NodeId, Any, int]], limit: int) -> None:
-        these = [Offer(instance_key(node, version), version, slots, b"\x00at") for node, version, slots in offered]
+    def take(self, offered: list[tuple[Any, ...]], limit: int) -> None:
+        these = [
+            Offer(instance_key(node, version), version, slots, b"\x00at " + node.encode(), *terms)
+            for node, version, slots, *terms in offered
+        ]
         self.same(
             self.real.take(self.pool, these, limit, self.now_ms), self.fake.take(self.pool, these, limit, self.now_ms)
         )
@@ -194,18 +207,31 @@ class BothStores(RuleBasedStateMachine):
         names=st.lists(st.sampled_from(list(PriorityClass)), min_size=5, max_size=5),
         size=st.tuples(tokens, tokens),
         weight=st.sampled_from([333, 1_000, 7_000]),
+        cached=warm,
+        terms=st.lists(st.tuples(st.sampled_from(list(Part)), costs, costs, costs), min_size=3, max_size=3),
     )
     def burst(
-        self, tenants: list[TenantId], version: Any, names: list[PriorityClass], size: tuple[int, int], weight: int
+        self,
+        tenants: list[TenantId],
+        version: Any,
+        names: list[PriorityClass],
+        size: tuple[int, int],
+        weight: int,
+        cached: Any,
+        terms: list[Any],
     ) -> None:
         """Several patient requests at once, then one slot on each node."""
         for tenant, name in zip(tenants, names, strict=False):
             self.fresh += 1
             attempt = AttemptId(f"fresh{self.fresh}/1")
             self.enqueue_one(
-                QueueEntry(attempt, tenant, version, name, *size, self.now_ms + 60_000, weight), Room(50, 3)
+                QueueEntry(attempt, tenant, version, name, *size, self.now_ms + 60_000, weight, b"", cached),
+                Room(50, 3),
             )
-        these = [Offer(instance_key(node, version), version, 3) for node in NODES]
+        these = [
+            Offer(instance_key(node, version), version, 3, node.encode(), *each)
+            for node, each in zip(NODES, terms, strict=True)
+        ]
         taken = self.same(
             self.real.take(self.pool, these, 3, self.now_ms), self.fake.take(self.pool, these, 3, self.now_ms)
         )

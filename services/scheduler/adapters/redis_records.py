@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-from roundhouse.vocabulary import NodeId
+from roundhouse.vocabulary import NodeId, TenantId
 from services.scheduler.domain.records import (
     CLASSES,
     AttemptId,
@@ -17,6 +17,7 @@ from services.scheduler.domain.records import (
     LoadFailure,
     PoolState,
     Queued,
+    QueueEntry,
     QueueFull,
     Standing,
     Ticket,
@@ -30,6 +31,15 @@ from services.scheduler.domain.service import Policy
 def policy_argument(policy: Policy) -> str:
     """The policy as the scripts read it: its numbers in the order of its fields."""
     return ",".join(str(value) for value in astuple(policy))
+
+
+def warm_argument(entry: QueueEntry) -> bytes:
+    """Cached tokens by instance as `warm_tokens` of `take.lua` reads them; lengths, so that names hold anything."""
+    parts = []
+    for instance, cached in entry.warm:
+        name = instance.encode()
+        parts.append(b"%d|%d|%s" % (cached, len(name), name))
+    return b"".join(parts)
 
 
 def enqueued(reply: Sequence[Any]) -> Enqueued:
@@ -65,12 +75,13 @@ def _ticket(reply: Sequence[Any]) -> Ticket:
         reason=reply[10].decode(),
         message=reply[11].decode(),
         used=Tokens(int(reply[12]), int(reply[13]), int(reply[14])),
+        prefill_place=reply[15],
     )
 
 
 def pool_state(reply: Sequence[Any]) -> PoolState:
     """The answer of `snapshot.lua`."""
-    revision, lanes, in_use, used, drains, loads, failures = reply
+    revision, lanes, in_use, used, drains, loads, failures, owners = reply
     return PoolState(
         revision=int(revision),
         depths=tuple(
@@ -81,6 +92,7 @@ def pool_state(reply: Sequence[Any]) -> PoolState:
         drains={InstanceKey(name.decode()): _drain_mark(value.decode()) for name, value in _pairs(drains)},
         loads={VersionKey(name.decode()): _load_claim(value.decode()) for name, value in _pairs(loads)},
         failures=dict(_failure(name.decode(), value.decode()) for name, value in _pairs(failures)),
+        owners={InstanceKey(name.decode()): TenantId(value.decode()) for name, value in _pairs(owners)},
     )
 
 

@@ -91,6 +91,7 @@ class RedisSchedulingStore:
             room.queue_limit,
             room.slots,
             room.start_after_ms,
+            records.warm_argument(entry),
         ]
         return records.enqueued(await self._run("enqueue", pool, now_ms, arguments))
 
@@ -99,6 +100,7 @@ class RedisSchedulingStore:
         arguments: list[Argument] = [limit]
         for offer in offers:
             arguments += [offer.instance, offer.version, offer.slots, offer.place]
+            arguments += [offer.part.value, offer.token_us, offer.load_us, offer.handoff_us]
         granted, refused = await self._run("take", pool, now_ms, arguments)
         return Taken(records.tickets(granted), records.tickets(refused))
 

@@ -30,6 +30,8 @@ class Attempt:
     standing: Standing = Standing.QUEUED
     instance: InstanceKey = _NO_INSTANCE
     place: bytes = b""
+    prefill: InstanceKey = _NO_INSTANCE  # until its part has ended
+    prefill_place: bytes = b""
     granted_ms: int = 0
     lease_expires_ms: int = 0
     ended_ms: int = 0
@@ -55,6 +57,7 @@ class Attempt:
             reason=self.reason,
             message=self.message,
             used=self.used,
+            prefill_place=self.prefill_place,
         )
 
 

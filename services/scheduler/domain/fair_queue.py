@@ -27,6 +27,7 @@ from services.scheduler.domain.records import (
     LaneDepth,
     NotHeld,
     Offer,
+    Part,
     PoolState,
     Progress,
     Queued,
@@ -43,6 +44,7 @@ from services.scheduler.domain.records import (
     VersionKey,
 )
 from services.scheduler.domain.residency import DrainOrder, ResidencyBook
+from services.scheduler.domain.seats import choose_seats
 from services.scheduler.domain.service import Policy
 from services.scheduler.domain.time_index import TimeIndex
 
@@ -101,14 +103,14 @@ class FairQueue:
     def take(self, offers: Sequence[Offer], limit: int, now_ms: int) -> Taken:
         """Grant up to `limit` requests on the offered instances; no slot stays free that one could use (invariant 3).
 
-        Each goes to the least loaded instance of its version. What is past its deadline is refused instead."""
+        Each goes where its first token is expected first. What is past its deadline is refused instead."""
         refused = self._refuse_overdue(now_ms)
         granted: list[Ticket] = []
         while len(granted) < limit:
             offer = self._least_loaded(offers, now_ms)
             if offer is None:
                 break
-            granted.append(self._grant(offer, now_ms))
+            granted.append(self._grant(offer.version, offers, now_ms))
         return Taken(tuple(granted), refused)
 
     def finish(self, ending: Ending, now_ms: int) -> Finish:
@@ -154,6 +156,8 @@ class FairQueue:
                 missing.append(progress.attempt)
                 continue
             attempt.used = progress.used
+            if progress.used.output:
+                self._leave_prefill(attempt, now_ms)
             attempt.lease_expires_ms = max(attempt.lease_expires_ms, now_ms + self.policy.lease_ms)
             self._leases.set(progress.attempt, attempt.lease_expires_ms)
             self._due.discard(progress.attempt)  # who renews a lease has its grant
@@ -239,16 +243,18 @@ class FairQueue:
         best: Offer | None = None
         for offer in offers:
             used = self.in_use.get(offer.instance, 0)
-            if used >= offer.slots or not self.waiting(offer.version):
-                continue
-            if self.residency.is_draining(offer.instance, now_ms):
+            if offer.part is Part.PREFILL or not self.waiting(offer.version) or not self._is_free(offer, now_ms):
                 continue
             if best is None or used * best.slots < self.in_use.get(best.instance, 0) * offer.slots:
                 best = offer
         return best
 
-    def _grant(self, offer: Offer, now_ms: int) -> Ticket:
-        queues = self._versions[offer.version]
+    def _is_free(self, offer: Offer, now_ms: int) -> bool:
+        used = self.in_use.get(offer.instance, 0)
+        return used < offer.slots and not self.residency.is_draining(offer.instance, now_ms)
+
+    def _grant(self, version: VersionKey, offers: Sequence[Offer], now_ms: int) -> Ticket:
+        queues = self._versions[version]
         name = queues.next_class(self.policy, now_ms)
         lane = queues.lanes[name]
         tenant_id = lane.next_tenant()
@@ -261,15 +267,33 @@ class FairQueue:
         lane.charge(tenant_id, service.charge_milli(attempt.units, entry.weight_milli))
         queues.charge_class(name, attempt.units, self.policy)
         queues.running += 1
-        self.in_use[offer.instance] = self.in_use.get(offer.instance, 0) + 1
-        self.used_ms[offer.instance] = now_ms
+        free = [each for each in offers if each.version == version and self._is_free(each, now_ms)]
+        seats = choose_seats(free, self.in_use, entry)
+        attempt.instance, attempt.place = seats.main.instance, seats.main.place
+        self._occupy(seats.main.instance, now_ms)
+        if seats.prefill is not None:
+            attempt.prefill, attempt.prefill_place = seats.prefill.instance, seats.prefill.place
+            self._occupy(seats.prefill.instance, now_ms)
         self._note_pace(tenant_id, now_ms)
-        attempt.standing = Standing.GRANTED
-        attempt.instance, attempt.place, attempt.granted_ms = offer.instance, offer.place, now_ms
+        attempt.standing, attempt.granted_ms = Standing.GRANTED, now_ms
         attempt.lease_expires_ms = now_ms + self.policy.lease_ms
         self._leases.set(entry.attempt, attempt.lease_expires_ms)
         self._due.set(entry.attempt, now_ms + self.policy.retry_ms)
         return attempt.ticket()
+
+    def _occupy(self, instance: InstanceKey, now_ms: int) -> None:
+        self.in_use[instance] = self.in_use.get(instance, 0) + 1
+        self.used_ms[instance] = now_ms
+
+    def _vacate(self, instance: InstanceKey, now_ms: int) -> None:
+        self.in_use[instance] -= 1
+        self.used_ms[instance] = now_ms
+
+    def _leave_prefill(self, attempt: Attempt, now_ms: int) -> None:
+        """The first output token was decoded elsewhere: the prompt's instance is done with the request."""
+        if attempt.prefill:
+            self._vacate(attempt.prefill, now_ms)
+            attempt.prefill = InstanceKey("")
 
     def _note_pace(self, tenant_id: TenantId, now_ms: int) -> None:
         pace = self._paces.setdefault(tenant_id, Pace())
@@ -286,8 +310,8 @@ class FairQueue:
     def _release(self, attempt: Attempt, used: Tokens, now_ms: int) -> None:
         self._correct(attempt, service.cost_units(used.input, used.cached, used.output))
         self._versions[attempt.entry.version].running -= 1
-        self.in_use[attempt.instance] -= 1
-        self.used_ms[attempt.instance] = now_ms
+        self._vacate(attempt.instance, now_ms)
+        self._leave_prefill(attempt, now_ms)
         self._leases.discard(attempt.entry.attempt)
         self._due.discard(attempt.entry.attempt)
 
@@ -353,4 +377,5 @@ class FairQueue:
             drains=dict(book.drains),
             loads=dict(book.loads),
             failures=dict(book.failures),
+            owners=dict(book.owners),
         )

@@ -3,15 +3,15 @@
 All times are milliseconds of the Unix epoch; service is counted in thousandths of a unit (see `service.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
 from roundhouse.vocabulary import NodeId, Outcome, PriorityClass, TenantId
 
 AttemptId = NewType("AttemptId", str)  # "<request_id>/<attempt>"
-VersionKey = NewType("VersionKey", str)  # "<model>@<digest>"; the digest holds no "@", so this is injective
-InstanceKey = NewType("InstanceKey", str)  # "<length of node>:<node>:<version>"
+VersionKey = NewType("VersionKey", str)  # "<model>@<digest>", with "!<tenant>" if it has replicas of its own
+InstanceKey = NewType("InstanceKey", str)  # "<length of node>:<node>:<model>@<digest>"
 
 BROKEN = VersionKey("@broken")
 """The purpose of the drain mark on an instance whose process died; no model is called "", so no demand has it."""
@@ -25,9 +25,11 @@ def attempt_id(request_id: str, attempt: int) -> AttemptId:
     return AttemptId(f"{request_id}/{attempt}")
 
 
-def version_key(model: str, digest: str) -> VersionKey:
-    """One version of a model: what requests queue for."""
-    return VersionKey(f"{model}@{digest}")
+def version_key(model: str, digest: str, owner: str = "") -> VersionKey:
+    """One version of a model: what requests queue for. `owner` = the tenant that shares no instance with others.
+
+    Injective: a digest holds neither "@" nor "!", a tenant's name no "@"."""
+    return VersionKey(f"{model}@{digest}!{owner}" if owner else f"{model}@{digest}")
 
 
 def model_of(version: VersionKey) -> str:
@@ -37,12 +39,24 @@ def model_of(version: VersionKey) -> str:
 
 def digest_of(version: VersionKey) -> str:
     """The digest inside a version key."""
-    return version.rpartition("@")[2]
+    return version.rpartition("@")[2].partition("!")[0]
+
+
+def owner_of(version: VersionKey) -> str:
+    """The tenant that shares no instance of this version with others; empty = it is shared."""
+    return version.rpartition("@")[2].partition("!")[2]
+
+
+def base_of(version: VersionKey) -> VersionKey:
+    """The version without its owner: what a node holds once at most."""
+    return version_key(model_of(version), digest_of(version))
 
 
 def instance_key(node_id: NodeId, version: VersionKey) -> InstanceKey:
-    """One version on one node. Without the loader's incarnation: a restarted loader finds its streams still counted."""
-    return InstanceKey(f"{len(node_id)}:{node_id}:{version}")
+    """One version on one node. Without the loader's incarnation: a restarted loader finds its streams still counted.
+
+    Without its owner too: whoever it is for, it is one thing that runs or is closed."""
+    return InstanceKey(f"{len(node_id.encode())}:{node_id}:{base_of(version)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,7 @@ class QueueEntry:
     deadline_ms: int
     weight_milli: int = 1000  # the tenant's weight in thousandths
     payload: bytes = b""
+    warm: tuple[tuple[InstanceKey, int], ...] = ()  # input tokens whose blocks an instance has; 0 where not named
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +84,29 @@ class Room:
     start_after_ms: int = 0  # no slot can open earlier than this from now: the expected load of a cold model
 
 
+class Part(StrEnum):
+    """Which part of a request an instance runs. A request needs one `WHOLE` or `DECODE`, or `PREFILL` and `DECODE`."""
+
+    WHOLE = "w"
+    PREFILL = "p"
+    DECODE = "d"  # also runs whole requests
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A ready instance that may take requests, up to `slots` at once. `place` is opaque and kept with the grant."""
+    """A ready instance that may take requests, up to `slots` at once. `place` is opaque and kept with the grant.
+
+    A request goes where its first token is expected first: uncached tokens × `token_us` + use / slots × `load_us`, for
+    a prefill instance also `handoff_us`. Integers, so that every store decides the same."""
 
     instance: InstanceKey
     version: VersionKey
     slots: int
     place: bytes = b""
+    part: Part = Part.WHOLE
+    token_us: int = 0  # prefill of one token that is not cached
+    load_us: int = 0  # what its running requests add when all slots are in use
+    handoff_us: int = 0  # to bring a prompt's blocks to the decode instance
 
 
 class Standing(StrEnum):
@@ -123,6 +153,7 @@ class Ticket:
     reason: str = ""
     message: str = ""
     used: Tokens = Tokens()
+    prefill_place: bytes = b""  # of the instance that runs the prompt, if it is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,3 +312,4 @@ class PoolState:
     drains: dict[InstanceKey, DrainMark]
     loads: dict[VersionKey, LoadClaim]
     failures: dict[tuple[VersionKey, NodeId], LoadFailure]
+    owners: dict[InstanceKey, TenantId] = field(default_factory=dict)  # instances that one tenant has for itself

@@ -3,12 +3,13 @@
 A drain mark closes an instance for new grants. It is given only if the instance is idle and nobody waits for its model
 (invariant 8), or, to rotate, at once: then its running requests end first and `in_use` says when. A load claim is one
 replica's right to have a version loaded (invariant 7). Both end by themselves, so a crashed replica blocks nothing. A
-claim names the revision of the snapshot it was decided on: two replicas cannot both spend the same free memory.
+claim names the revision of the snapshot it was decided on: two replicas cannot both spend the same free memory. It also
+says for whom the instance is: from then on only its owner's requests are offered it.
 """
 
 from dataclasses import dataclass, field
 
-from roundhouse.vocabulary import NodeId
+from roundhouse.vocabulary import NodeId, TenantId
 from services.scheduler.domain.records import (
     Drain,
     DrainDenied,
@@ -18,6 +19,8 @@ from services.scheduler.domain.records import (
     LoadClaim,
     LoadFailure,
     VersionKey,
+    instance_key,
+    owner_of,
 )
 
 
@@ -64,6 +67,7 @@ class ResidencyBook:
     drains: dict[InstanceKey, DrainMark] = field(default_factory=dict)
     loads: dict[VersionKey, LoadClaim] = field(default_factory=dict)
     failures: dict[tuple[VersionKey, NodeId], LoadFailure] = field(default_factory=dict)
+    owners: dict[InstanceKey, TenantId] = field(default_factory=dict)
 
     def is_draining(self, instance: InstanceKey, now_ms: int) -> bool:
         """Whether the instance is closed for new grants."""
@@ -95,6 +99,11 @@ class ResidencyBook:
         if order.revision != self.revision:
             return ClaimDenied(stale=True)
         self.loads[order.version] = order.claim
+        instance = instance_key(order.claim.node_id, order.version)
+        if owner := owner_of(order.version):
+            self.owners[instance] = TenantId(owner)
+        else:
+            self.owners.pop(instance, None)
         self.revision += 1
         return Claimed()
 

@@ -1,5 +1,5 @@
 -- ARGV: 3 attempt, 4 tenant, 5 version, 6 class (1..3), 7 input tokens, 8 max output tokens, 9 deadline, 10 weight,
--- 11 payload, 12 queue limit, 13 slots, 14 start after (ms).
+-- 11 payload, 12 queue limit, 13 slots, 14 start after (ms), 15 warm tokens by instance (see `warm_tokens`).
 -- Answers {'known', standing} | {'full', retry ms} | {'late', wait ms} | {'queued', position, wait ms}.
 local id, tenant, version, class = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
 local input, most, deadline, weight = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
@@ -52,7 +52,7 @@ call('ZADD', age_key(class, version), int(now), id)
 call('ZADD', key('deadlines'), int(deadline), id)
 call('HINCRBY', key('queued'), tenant, 1)
 call('HSET', request_key(id), 'st', 'queued', 'tn', tenant, 've', version, 'cl', class, 'in', ARGV[7], 'mo', ARGV[8],
-     'dl', ARGV[9], 'we', ARGV[10], 'pl', ARGV[11], 'sq', int(seq), 'eq', int(now))
+     'dl', ARGV[9], 'we', ARGV[10], 'pl', ARGV[11], 'sq', int(seq), 'eq', int(now), 'wa', ARGV[15])
 call('EXPIRE', accounts_key(class, version), IDLE_SECONDS)
 call('EXPIRE', version_key(version), IDLE_SECONDS)
 return {'queued', int(rank), int(wait)}

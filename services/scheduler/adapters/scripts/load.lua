@@ -18,6 +18,9 @@ if ARGV[3] == 'claim' then
   if held and tonumber(until_ms) > now then return 'taken' end
   if num(call('GET', key('revision'))) ~= tonumber(ARGV[9]) then return 'stale' end
   write(ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+  local base, owner = string.match(version, '^(.*@[^!@]*)!(.*)$')
+  local instance = #ARGV[5] .. ':' .. ARGV[5] .. ':' .. (base or version)
+  if owner then call('HSET', key('owners'), instance, owner) else call('HDEL', key('owners'), instance) end
   call('INCR', key('revision'))
   return 'claimed'
 end

@@ -41,7 +41,7 @@ local function predicted(average, most)
 end
 
 local FIELDS = {'st', 'tn', 've', 'cl', 'in', 'mo', 'dl', 'we', 'pl', 'sq', 'eq', 'is', 'pc', 'gr', 'lx', 'ed', 'rs',
-                'ms', 'ui', 'uc', 'uo', 'un', 'ep'}
+                'ms', 'ui', 'uc', 'uo', 'un', 'ep', 'wa', 'i2', 'p2'}
 local NUMBERS = {'cl', 'in', 'mo', 'dl', 'we', 'sq', 'eq', 'gr', 'lx', 'ed', 'ui', 'uc', 'uo', 'un', 'ep'}
 local function read(id)
   local values = call('HMGET', request_key(id), unpack(FIELDS))
@@ -54,7 +54,7 @@ end
 
 local function ticket(r)
   return {r.id, r.st, r.pl, int(r.eq), r.ve, int(r.cl), r.pc, int(r.gr), int(r.lx), int(r.ed), r.rs, r.ms,
-          int(r.ui), int(r.uc), int(r.uo)}
+          int(r.ui), int(r.uc), int(r.uo), r.p2}
 end
 
 local function lane_waiting(class, version) return call('ZCARD', age_key(class, version)) end
@@ -95,11 +95,24 @@ local function correct(r, units)
   r.un = units
 end
 
+local function vacate(instance)
+  if call('HINCRBY', key('in_use'), instance, -1) <= 0 then call('HDEL', key('in_use'), instance) end
+  call('ZADD', key('used'), int(now), instance)
+end
+
+-- The first output token was decoded elsewhere: the prompt's instance is done with the request.
+local function leave_prefill(r)
+  if r.i2 == '' then return end
+  vacate(r.i2)
+  r.i2 = ''
+  call('HDEL', request_key(r.id), 'i2')
+end
+
 local function release(r)
   correct(r, cost(r.ui, r.uc, r.uo))
   call('HINCRBY', version_key(r.ve), 'rn', -1)
-  if call('HINCRBY', key('in_use'), r.is, -1) <= 0 then call('HDEL', key('in_use'), r.is) end
-  call('ZADD', key('used'), int(now), r.is)
+  vacate(r.is)
+  leave_prefill(r)
   call('ZREM', key('leases'), r.id)
   call('ZREM', key('due'), r.id)
 end
@@ -108,7 +121,7 @@ end
 local function bury(r)
   call('ZREM', key('due'), r.id)
   call('HSET', request_key(r.id), 'st', 'ended', 'ed', int(now))
-  call('HDEL', request_key(r.id), 'pl', 'pc')
+  call('HDEL', request_key(r.id), 'pl', 'pc', 'p2', 'wa')
   call('PEXPIRE', request_key(r.id), TOMBSTONE)
 end
 

@@ -4,6 +4,7 @@ for i = 3, #ARGV, 4 do
   local r = read(ARGV[i])
   if r and r.st == 'granted' then
     r.ui, r.uc, r.uo = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+    if r.uo > 0 then leave_prefill(r) end
     r.lx = math.max(r.lx, now + LEASE)
     call('ZADD', key('leases'), int(r.lx), r.id)
     call('ZREM', key('due'), r.id) -- who renews a lease has its grant

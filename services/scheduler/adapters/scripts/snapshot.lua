@@ -1,4 +1,4 @@
--- Answers {revision, lanes, in use, used, drains, loads, failures}; lanes are {lane id, waiting, oldest ms}.
+-- Answers {revision, lanes, in use, used, drains, loads, failures, owners}; lanes are {lane id, waiting, oldest ms}.
 local lanes = {}
 for _, lane in ipairs(call('SMEMBERS', key('lanes'))) do
   local class, version = string.match(lane, '^(%d):(.*)$')
@@ -8,4 +8,5 @@ return {
   int(num(call('GET', key('revision')))), lanes, call('HGETALL', key('in_use')),
   call('ZRANGE', key('used'), 0, -1, 'WITHSCORES'), call('HGETALL', key('drains')),
   call('HGETALL', key('loads')), call('HGETALL', key('failures')),
+  call('HGETALL', key('owners')),
 }
