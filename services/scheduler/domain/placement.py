@@ -1,7 +1,7 @@
 """Where models go: a pure function from a snapshot of one pool to loads, rotations and a reason for each deferral.
 
 The oldest demand is placed first. A cold version goes to the node with most free device memory; else to the node where
-the fewest idle instances must leave (least recently used first, never pinned ones, never one that is in use or waited
+the fewest idle instances must leave (of least worth first, never pinned ones, never one that is in use or waited
 for: invariant 8); else it waits for a rotation. A rotation closes instances that have been ready for a quantum, lets
 their running requests end and then gives their memory to the oldest demand; so a newly loaded model serves what waits
 for it before it may be closed, and no demand starves (case B24). The quantum grows with the load time, which keeps the
@@ -10,7 +10,7 @@ part of time that loading takes at a third or less.
 It decides nothing about requests: `FairQueue` does. It sends nothing: `operations/residency.py` does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from roundhouse.vocabulary import NodeId
@@ -27,6 +27,15 @@ class ResidencyPolicy:
     patience_ms: int = 2_000  # a cold demand waits this long for an instance to become idle by itself
 
 
+Worth = Callable[[InstanceView, int], tuple[float, int]]
+"""What is lost if an idle instance leaves, given when it was last used; only the order matters. See `domain/warmth`."""
+
+
+def last_used(instance: InstanceView, used_ms: int) -> tuple[float, int]:
+    """The worth that needs no history: the one used longest ago is worth least."""
+    return 0.0, used_ms
+
+
 @dataclass(frozen=True, slots=True)
 class PoolView:
     """Everything a plan is made from."""
@@ -34,6 +43,7 @@ class PoolView:
     nodes: tuple[NodeView, ...]
     state: PoolState
     specs: Mapping[VersionKey, VersionSpec]
+    worth: Worth = last_used
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +213,8 @@ class _Planner:
         for node in nodes:
             chosen = self._just_enough(spec, node, [each for each in node.instances if self._is_idle(node, each)])
             if chosen is not None:
-                last_used_ms = max(self._used_ms(node, each) for each in chosen)
-                choices.append((len(chosen), last_used_ms, node.node_id, node, chosen))
+                dearest = max(self._worth(node, each) for each in chosen)
+                choices.append((len(chosen), dearest, node.node_id, node, chosen))
         if not choices:
             return False
         *_, node, chosen = min(choices, key=lambda choice: choice[:3])
@@ -212,10 +222,10 @@ class _Planner:
         return True
 
     def _just_enough(self, spec: VersionSpec, node: NodeView, leaving: list[InstanceView]) -> list[InstanceView] | None:
-        """The least recently used of `leaving` that make enough room, without any that is not needed (case B22)."""
+        """Those of least worth of `leaving` that make enough room, without any that is not needed (case B22)."""
         missing = spec.device_bytes - self.free[node.node_id]
         chosen: list[InstanceView] = []
-        for each in sorted(leaving, key=lambda each: (self._used_ms(node, each), each.version)):
+        for each in sorted(leaving, key=lambda each: (self._worth(node, each), each.version)):
             if missing <= 0:
                 break
             chosen.append(each)
@@ -228,9 +238,9 @@ class _Planner:
                 missing += each.device_bytes
         return chosen
 
-    def _used_ms(self, node: NodeView, instance: InstanceView) -> int:
+    def _worth(self, node: NodeView, instance: InstanceView) -> tuple[float, int]:
         key = instance_key(node.node_id, instance.version)
-        return self.view.state.used_ms.get(key, instance.since_ms)
+        return self.view.worth(instance, self.view.state.used_ms.get(key, instance.since_ms))
 
     def _may_leave(self, node: NodeView, instance: InstanceView) -> bool:
         if instance.residence is not Residence.READY or instance_key(node.node_id, instance.version) in self.closed:
