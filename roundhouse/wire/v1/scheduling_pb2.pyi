@@ -458,6 +458,7 @@ class Finished(_message.Message):
     RUN_MS_FIELD_NUMBER: _builtins.int
     INSTANCE_BROKEN_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     lease_id: _builtins.str
@@ -472,6 +473,8 @@ class Finished(_message.Message):
     """the model process behind it died: it answers nothing any more, whatever its index says"""
     node_id: _builtins.str
     """of the instance it ran on"""
+    first_token_ms: _builtins.int
+    """from the start of the stream to the first output; 0 = none came"""
     def __init__(
         self,
         *,
@@ -486,14 +489,208 @@ class Finished(_message.Message):
         run_ms: _builtins.int = ...,
         instance_broken: _builtins.bool = ...,
         node_id: _builtins.str = ...,
+        first_token_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "first_token_ms", b"first_token_ms", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """rh.v1.work.explain (request/reply): what a scheduler knows and thinks, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """empty = all"""
+    model: _builtins.str
+    """empty = all that wait"""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    FORECASTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingModel]: ...
+    @_builtins.property
+    def forecasts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forecast]:
+        """of the model asked for"""
+
+    def __init__(
+        self,
+        *,
+        waiting: _abc.Iterable[Global___WaitingModel] | None = ...,
+        forecasts: _abc.Iterable[Global___Forecast] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forecasts", b"forecasts", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
+
+@_typing.final
+class WaitingModel(_message.Message):
+    """Requests for one version that are not placed, and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    ESTIMATED_START_MS_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    owner: _builtins.str
+    """tenant with replicas of its own; empty = shared"""
+    waiting: _builtins.int
+    oldest_ms: _builtins.int
+    """how long the oldest has waited"""
+    reason: _builtins.str
+    """one of a closed list"""
+    detail: _builtins.str
+    estimated_start_ms: _builtins.int
+    """until an instance is ready; 0 = unknown, or one is"""
+    @_builtins.property
+    def version(self) -> _vocabulary_pb2.ModelVersion: ...
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        version: _vocabulary_pb2.ModelVersion | None = ...,
+        owner: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        oldest_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        estimated_start_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "estimated_start_ms", b"estimated_start_ms", "oldest_ms", b"oldest_ms", "owner", b"owner", "pool", b"pool", "reason", b"reason", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingModel: _TypeAlias = WaitingModel  # noqa: Y015
+
+@_typing.final
+class Forecast(_message.Message):
+    """What a model is expected to be asked for, and what it is worth to keep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LossByPredictorEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PREDICTOR_FIELD_NUMBER: _builtins.int
+    LOSS_BY_PREDICTOR_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    NEXT_MS_P10_FIELD_NUMBER: _builtins.int
+    NEXT_MS_P50_FIELD_NUMBER: _builtins.int
+    NEXT_MS_P90_FIELD_NUMBER: _builtins.int
+    WORTH_PER_S_FIELD_NUMBER: _builtins.int
+    VALUE_PER_MIB_S_FIELD_NUMBER: _builtins.int
+    RELOAD_MS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    REPLICAS_WANTED_FIELD_NUMBER: _builtins.int
+    WHY_REPLICAS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    predictor: _builtins.str
+    arrivals: _builtins.int
+    idle_ms: _builtins.int
+    next_ms_p10: _builtins.int
+    """from now"""
+    next_ms_p50: _builtins.int
+    next_ms_p90: _builtins.int
+    worth_per_s: _builtins.float
+    """arrivals served warm per second of a place in memory"""
+    value_per_mib_s: _builtins.float
+    """ms of waiting saved per MiB and second"""
+    reload_ms: _builtins.int
+    replicas: _builtins.int
+    replicas_wanted: _builtins.int
+    why_replicas: _builtins.str
+    plan: _builtins.str
+    """what is done about it now, in words"""
+    @_builtins.property
+    def version(self) -> _vocabulary_pb2.ModelVersion: ...
+    @_builtins.property
+    def loss_by_predictor(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """mean log score of the last gaps, nats; less is better"""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        version: _vocabulary_pb2.ModelVersion | None = ...,
+        predictor: _builtins.str = ...,
+        loss_by_predictor: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        arrivals: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        next_ms_p10: _builtins.int = ...,
+        next_ms_p50: _builtins.int = ...,
+        next_ms_p90: _builtins.int = ...,
+        worth_per_s: _builtins.float = ...,
+        value_per_mib_s: _builtins.float = ...,
+        reload_ms: _builtins.int = ...,
+        replicas: _builtins.int = ...,
+        replicas_wanted: _builtins.int = ...,
+        why_replicas: _builtins.str = ...,
+        plan: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "idle_ms", b"idle_ms", "loss_by_predictor", b"loss_by_predictor", "next_ms_p10", b"next_ms_p10", "next_ms_p50", b"next_ms_p50", "next_ms_p90", b"next_ms_p90", "plan", b"plan", "pool", b"pool", "predictor", b"predictor", "reload_ms", b"reload_ms", "replicas", b"replicas", "replicas_wanted", b"replicas_wanted", "value_per_mib_s", b"value_per_mib_s", "version", b"version", "why_replicas", b"why_replicas", "worth_per_s", b"worth_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forecast: _TypeAlias = Forecast  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
