@@ -4,6 +4,7 @@ Each fake passes the contract suite of the real adapter.
 """
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from roundhouse.catalogue.records import Catalogue
@@ -148,6 +149,23 @@ class LoaderFleet(Protocol):
         """Return once the version is gone and its memory free; that it was not there is no error. Idempotent.
 
         Raises Conflict (a newer order wants it), DeadlinePassed (the unload goes on), Unavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    """All blocks of a node's kvstore as of one announcement."""
+
+    incarnation: str
+    sequence: int
+    keys: tuple[bytes, ...]  # the first 8 bytes of each
+
+
+class BlockLists(Protocol):
+    """The kvstores, by address."""
+
+    async def list_blocks(self, address: str) -> BlockList:
+        """Everything that is stored there. Raises Unavailable."""
         ...
 
 
