@@ -4,6 +4,8 @@ Servers answer `RoundhouseError` as the status of the table in `errors.py`, with
 Clients get it back through `from_rpc_error`. Anything else an implementation raises is INTERNAL without its text.
 """
 
+import inspect
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
@@ -171,19 +173,39 @@ def _wrap_unary(implementation: Any, method: str, headers: dict[str, str]) -> An
         with telemetry.continued_span(method, headers, SpanKind.SERVER):
             try:
                 return await implementation(request, context)
-            except RoundhouseError as error:
-                await abort(context, error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller hears what the table says
+                await _abort_for(context, error, method)
 
     return call
 
 
 def _wrap_stream(implementation: Any, method: str, headers: dict[str, str]) -> Any:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+    """A generator's replies are sent one by one; a coroutine writes them itself, and so knows when one is sent."""
+
+    async def written(request: Any, context: Any) -> None:
+        with telemetry.continued_span(method, headers, SpanKind.SERVER):
+            try:
+                await implementation(request, context)
+            except Exception as error:  # noqa: BLE001 - as above
+                await _abort_for(context, error, method)
+
+    async def yielded(request: Any, context: Any) -> AsyncIterator[Any]:
         with telemetry.continued_span(method, headers, SpanKind.SERVER):
             try:
                 async for reply in implementation(request, context):
                     yield reply
-            except RoundhouseError as error:
-                await abort(context, error)
+            except Exception as error:  # noqa: BLE001 - as above
+                await _abort_for(context, error, method)
 
-    return call
+    return written if inspect.iscoroutinefunction(implementation) else yielded
+
+
+async def _abort_for(context: Any, error: Exception, method: str) -> NoReturn:
+    if isinstance(error, RoundhouseError):
+        await abort(context, error)
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    # Its text may quote a request (invariant 16), and grpc would send it to the caller.
+    where = "".join(traceback.format_tb(error.__traceback__)[-6:])
+    log.error("grpc_handler_failed", method=method, error=type(error).__name__, where=where)
+    await abort(context, RoundhouseError("The call failed."))

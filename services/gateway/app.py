@@ -20,15 +20,18 @@ from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_http, serve_ops
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId
+from services.gateway.adapters import kserve_grpc, native_grpc
 from services.gateway.adapters.admin_api import admin_app
 from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.admission import RedisAdmission
+from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.http_app import public_app
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.adapters.key_directory import RedisKeyDirectory
-from services.gateway.adapters.kserve_grpc import KServeService, add_to_server
+from services.gateway.adapters.kserve_grpc import KServeService
 from services.gateway.adapters.kserve_rest import KServeRoutes
 from services.gateway.adapters.model_signatures import NodeSignatures
+from services.gateway.adapters.native_grpc import NativeService
 from services.gateway.adapters.openai_routes import OpenAIRoutes
 from services.gateway.adapters.openai_work import OpenAIWork
 from services.gateway.adapters.request_metrics import PrometheusObserver
@@ -118,17 +121,17 @@ class Gateway:
         parts = await self._parts(bus, redis)
         self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
         reader = RequestReader(world.clock, body_bytes_max=settings.body_bytes_max, deadline_ms=settings.deadline_ms)
-        openai = OpenAIRoutes(
-            parts, OpenAIWork(catalogue, world.codecs, settings.cluster), catalogue, reader, world.clock
-        )
+        texts = OpenAIWork(catalogue, world.codecs, settings.cluster)
+        openai = OpenAIRoutes(parts, texts, catalogue, reader, world.clock)
         nodes = await self._admin(bus, redis, catalogue, keys, addresses)
         signatures = NodeSignatures(nodes)
         tensors = TensorWork(catalogue, signatures)
         kserve = KServeRoutes(parts, tensors, signatures, catalogue, reader, self._readiness)
-        service = KServeService(
-            parts, tensors, signatures, keys.identify, self._readiness, world.clock, settings.deadline_ms
+        calls = GrpcCalls(keys.identify, world.clock, settings.deadline_ms)
+        addresses.grpc = await self._serve_grpc(
+            KServeService(parts, tensors, signatures, self._readiness, calls),
+            NativeService(parts, texts, catalogue, calls),
         )
-        addresses.grpc = await self._serve_grpc(service)
         app = public_app([*openai.routes(), *kserve.routes()], self._readiness, keys.identify)
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
@@ -201,10 +204,10 @@ class Gateway:
         )
         return services.nodes
 
-    async def _serve_grpc(self, service: KServeService) -> int:
+    async def _serve_grpc(self, kserve: KServeService, native: NativeService) -> int:
         server = GrpcServer()
-        name = add_to_server(service, server.server)
-        port = await server.start(self._settings.bind_host, self._settings.grpc_port, [name])
+        names = [kserve_grpc.add_to_server(kserve, server.server), native_grpc.add_to_server(native, server.server)]
+        port = await server.start(self._settings.bind_host, self._settings.grpc_port, names)
         self._stack.push_async_callback(server.stop, self._settings.drain_seconds)
         return port
 

@@ -9,16 +9,13 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.datastructures import Headers
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 
-from roundhouse.clock import Clock
 from roundhouse.errors import Forbidden, InvalidInput, RoundhouseError
 from roundhouse.ops_server import Readiness
 from roundhouse.vocabulary import RequestId
-from services.gateway.adapters.http_edge import Identify, key_text
-from services.gateway.adapters.http_requests import DEADLINE_HEADER, allowed_to_infer, deadline_ms_of
+from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.kserve_bodies import refuse_unsupported
 from services.gateway.adapters.kserve_rest import EXTENSIONS, NOT_FOR_TENANTS, SERVER_NAME, known_signature
 from services.gateway.adapters.kserve_values import tensor_of_contents
@@ -42,18 +39,14 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         parts: RequestParts,
         work: TensorWork,
         signatures: NodeSignatures,
-        identify: Identify,
         readiness: Readiness,
-        clock: Clock,
-        deadline_ms: int,
+        calls: GrpcCalls,
     ) -> None:
         self._parts = parts
         self._work = work
         self._signatures = signatures
-        self._identify = identify
         self._readiness = readiness
-        self._clock = clock
-        self._deadline_ms = deadline_ms
+        self._calls = calls
 
     async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's name
         """Whether this process answers."""
@@ -99,7 +92,7 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 yield kserve.ModelStreamInferResponse(error_message=error.message)
 
     async def _infer(self, request: Any, context: Any, caller: Caller) -> Any:
-        where = RequestContext(RequestId(uuid.uuid4().hex), caller, self._deadline_unix_ms(context))
+        where = RequestContext(RequestId(uuid.uuid4().hex), caller, self._calls.deadline_unix_ms(context))
         self._work.visible(caller, request.model_name, request.model_version)
         refuse_unsupported(request.parameters)
         inputs = await sized(request.ByteSize(), inputs_of, request)
@@ -113,12 +106,7 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         return reply
 
     async def _caller(self, context: Any) -> Caller:
-        return allowed_to_infer(await self._identify(key_text(_headers(context))))
-
-    def _deadline_unix_ms(self, context: Any) -> int:
-        wanted = deadline_ms_of(_headers(context).get(DEADLINE_HEADER), self._deadline_ms)
-        left_s = context.time_remaining()
-        return self._clock.now_ms() + (wanted if left_s is None else min(wanted, int(left_s * 1000)))
+        return await self._calls.caller(context)
 
 
 def inputs_of(request: Any) -> tuple[Tensor, ...]:
@@ -142,11 +130,6 @@ def _fill(reply: Any, produced: TensorReply) -> None:
     for tensor in produced.outputs:
         reply.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         reply.raw_output_contents.append(tensor.data)
-
-
-def _headers(context: Any) -> Headers:
-    pairs = [(str(key), value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
-    return Headers(raw=[(key.lower().encode(), value.encode()) for key, value in pairs])
 
 
 def _refusing(*, streams: bool) -> Any:
