@@ -32,10 +32,12 @@ from roundhouse.event_bus import NatsBus, connect_bus
 from roundhouse.vocabulary import Digest, ModelName, Outcome, PriorityClass
 from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.sql_ledger import SqlLedger
+from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.usage_stream import CONSUMER, JetStreamUsage
 from services.metering.adapters.usage_wire import encode_event
 from services.metering.domain.ledger import Result
 from services.metering.domain.usage import UsageFacts
+from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import Publisher
 from services.metering.operations.recording import BATCH_EVENTS, Recorder
 
@@ -216,7 +218,8 @@ def _into_ledger(url: str, *, billing: bool) -> Drain:
     async def drain(bus: NatsBus, events: int) -> float:
         ledger = await SqlLedger.open(url)
         clock, observer, stopping = SystemClock(), _Count(events), asyncio.Event()
-        recorder = Recorder(JetStreamUsage(bus), ledger, _Prices(), clock, observer)
+        pricing = PriceKeeper(_Prices(), SqlPrices(ledger.database), clock)
+        recorder = Recorder(JetStreamUsage(bus), ledger, pricing, clock, observer)
         publisher = Publisher(ledger, JetStreamBilling(bus), clock, holder="benchmark")
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:

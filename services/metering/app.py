@@ -21,8 +21,11 @@ from roundhouse.redis_edge import open_redis
 from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.sql_ledger import SqlLedger
+from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.usage_api import usage_api
 from services.metering.adapters.usage_stream import JetStreamUsage
+from services.metering.operations.folding import FOLD_EVERY_MS, Folding
+from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import Publisher
 from services.metering.operations.recording import Recorder
 from services.metering.operations.watching import Watch
@@ -67,11 +70,13 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             observer = ProcessObserver(readiness)
             stream = JetStreamUsage(bus)
             stack.push_async_callback(stream.close)
-            recorder = Recorder(stream, ledger, prices, using.clock, observer)
+            pricing = PriceKeeper(prices, SqlPrices(ledger.database), using.clock)
+            recorder = Recorder(stream, ledger, pricing, using.clock, observer)
             publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
             watch = Watch(bus, stream, ledger, prices, observer)
             lifecycle.every(CONDITIONS_MS, watch.conditions, "metering_conditions")
             lifecycle.every(GAUGES_MS, watch.gauges, "metering_gauges")
+            lifecycle.every(FOLD_EVERY_MS, Folding(ledger).turn, "metering_folding")
             await stack.enter_async_context(_working(lifecycle, recorder, publisher, settings.drain_seconds))
             log.info("metering_started", http_port=using.http_port, ops_port=using.ops_port)
             yield

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from roundhouse.catalogue.records import Catalogue
 from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
+from services.metering.domain.prices import PriceBook, PriceRule
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
 from services.metering.domain.usage import UsageFacts
 
@@ -34,6 +35,10 @@ class Ledger(Protocol):
 
         Durable when it returns. Idempotent. Cancelled: it may or may not have happened. Raises InvalidInput if the
         database refuses a value of some item; then nothing of the batch is recorded."""
+        ...
+
+    async def fold(self, *, least: int) -> int:
+        """Add the next rows to the hourly sums, if at least `least` wait; how many were added. Changes no answer."""
         ...
 
     async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
@@ -120,6 +125,26 @@ class PriceSource(Protocol):
     @property
     def not_ready_reason(self) -> str | None:
         """Why nothing is known yet; None once the store was read."""
+        ...
+
+
+class PriceStore(Protocol):
+    """Every version of every price, in the ledger's database. Raises Unavailable while that is away."""
+
+    async def rules(self) -> Sequence[PriceRule]:
+        """All of them."""
+        ...
+
+    async def add(self, rules: Sequence[PriceRule], *, now_ms: int) -> int:
+        """Write new versions; how many were. One whose selector and instant are taken is left as it is."""
+        ...
+
+
+class Pricing(Protocol):
+    """What rates events."""
+
+    async def book(self) -> PriceBook:
+        """The prices as they are known now. Raises Unavailable before the first catalogue."""
         ...
 
 

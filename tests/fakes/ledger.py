@@ -10,7 +10,7 @@ from decimal import Decimal
 from hashlib import sha256
 
 from roundhouse.errors import Unavailable
-from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
+from services.metering.domain.ledger import Books, Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
 from services.metering.domain.periods import day_start_ms, hour_start_ms
 from services.metering.domain.queries import (
     Dimension,
@@ -51,13 +51,18 @@ class FakeLedger:
     async def append(self, items: Sequence[Candidate | Rejected], *, now_ms: int) -> Sequence[Result]:
         """See `Ledger.append`."""
         self._answer()
-        plan = plan_batch(items, self._rows, head=len(self._rows), now_ms=now_ms)
+        plan = plan_batch(items, self._rows, Books(len(self._rows)), now_ms=now_ms)
         self._rows += plan.rows
         self._successors |= plan.successors
         for rejected in plan.quarantined:
             name = _fingerprint(rejected.raw)
             self._quarantine.setdefault(name, Quarantined(name, rejected.raw, rejected.reason, now_ms, None))
         return plan.results
+
+    async def fold(self, *, least: int) -> int:
+        """See `Ledger.fold`: here sums are made when they are asked for."""
+        self._answer()
+        return 0
 
     async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
         """See `Ledger.claim_unpublished`."""
@@ -142,7 +147,7 @@ def _matches(row: LedgerRow, where: UsageFilter) -> bool:
 def _sums(rows: Sequence[LedgerRow]) -> Totals:
     return Totals(
         attempts=len(rows),
-        requests=len({row.facts.request_id for row in rows}),
+        requests=sum(row.facts.attempt <= 1 for row in rows),
         input_tokens=sum(row.facts.input_tokens for row in rows),
         cached_tokens=sum(row.facts.cached_tokens for row in rows),
         output_tokens=sum(row.facts.output_tokens for row in rows),

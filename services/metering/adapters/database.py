@@ -19,7 +19,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from roundhouse.errors import InvalidInput, Unavailable
-from services.metering.domain.rating import money_text
+from services.metering.domain.rating import EXACT, money_text
 
 BUSY_MS: Final = 5_000  # longer than any transaction of ours; another process may hold the file
 CONNECT_TIMEOUT_S: Final = 5
@@ -38,11 +38,21 @@ class DecimalSum:
     def step(self, value: str | None) -> None:
         """One row."""
         if value is not None:
-            self._sum += Decimal(value)
+            self._sum = EXACT.add(self._sum, Decimal(value))
 
     def finalize(self) -> str:
         """The sum as text."""
         return money_text(self._sum)
+
+
+def add_exactly(one: str, other: str) -> str:
+    """Sum of two decimal texts, for SQLite."""
+    return money_text(EXACT.add(Decimal(one), Decimal(other)))
+
+
+def negate_exactly(text: str) -> str:
+    """A decimal text with the other sign, for SQLite."""
+    return money_text(-Decimal(text))
 
 
 def ledger_url(text: str) -> URL:
@@ -96,6 +106,8 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
     ):
         connection.execute(f"PRAGMA {pragma}")
     connection.create_aggregate("exact_sum", 1, DecimalSum)
+    connection.create_function("exact_add", 2, add_exactly, deterministic=True)
+    connection.create_function("exact_negative", 1, negate_exactly, deterministic=True)
     _enter_wal(connection)
 
 

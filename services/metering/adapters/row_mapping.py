@@ -14,7 +14,7 @@ from services.metering.domain.ledger import LedgerRow
 from services.metering.domain.rating import Rating
 from services.metering.domain.usage import UsageFacts
 
-_OF_ROW: Final = ("sequence", "revision", "recorded_ms", "corrects_sequence")
+_OF_ROW: Final = ("sequence", "revision", "recorded_ms", "corrects_sequence", "period_ms", "kind", "reversal_ms")
 _OF_FACTS: Final = UsageFacts.__struct_fields__[:-1]
 assert UsageFacts.__struct_fields__[-1] == "corrects_id", "an emitted event has none, so it has no column"
 _OF_RATING: Final = ("price_id", "currency", "amount")
@@ -42,5 +42,5 @@ def ledger_row(row: Row[Any]) -> LedgerRow:
     values[_OUTCOME] = Outcome(values[_OUTCOME])
     values_of_facts: list[Any] = [*values[len(_OF_ROW) : _FACTS_END], ""]
     facts = UsageFacts(*values_of_facts)
-    sequence, revision, recorded_ms, corrects_sequence = values[: len(_OF_ROW)]
-    return LedgerRow(sequence, revision, facts, Rating(*values[_FACTS_END:]), recorded_ms, corrects_sequence)
+    sequence, revision, *others = values[: len(_OF_ROW)]
+    return LedgerRow(sequence, revision, facts, Rating(*values[_FACTS_END:]), *others)

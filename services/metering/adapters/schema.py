@@ -53,6 +53,30 @@ class ExactDecimal(TypeDecorator[Decimal]):
         return None if value is None else Decimal(value)
 
 
+class exact_add(GenericFunction[Decimal]):  # noqa: N801 - the name is the SQL function's
+    """Sum of two `ExactDecimal` values; SQLite gets it from `database.add_exactly`."""
+
+    type = ExactDecimal()
+    inherit_cache = True
+
+
+@compiles(exact_add, "postgresql")
+def _postgresql_add(element: Any, compiler: Any, **options: Any) -> str:
+    return " + ".join(compiler.process(clause, **options) for clause in element.clauses)
+
+
+class exact_negative(GenericFunction[Decimal]):  # noqa: N801 - the name is the SQL function's
+    """An `ExactDecimal` with the other sign; SQLite gets it from `database.negate_exactly`."""
+
+    type = ExactDecimal()
+    inherit_cache = True
+
+
+@compiles(exact_negative, "postgresql")
+def _postgresql_negative(element: Any, compiler: Any, **options: Any) -> str:
+    return f"-{compiler.process(element.clauses, **options)}"
+
+
 class exact_sum(GenericFunction[Decimal]):  # noqa: N801 - the name is the SQL function's
     """Sum of `ExactDecimal` values; SQLite gets it from `database.DecimalSum`."""
 
@@ -104,8 +128,18 @@ usage_rows = Table(
     Column("recorded_ms", BigInteger, nullable=False),
     Column("corrects_sequence", BigInteger),
     Column("superseded_by", BigInteger),
+    Column("period_ms", BigInteger, nullable=False),
+    Column("kind", TEXT, nullable=False),
+    Column("reversal_ms", BigInteger),
     UniqueConstraint("event_id", "tenant_id", "source", "revision", name="usage_rows_once"),
     Index("usage_rows_period", "tenant_id", "time_ms"),
+    Index("usage_rows_time", "time_ms"),
+)
+Index(
+    "usage_rows_superseded",
+    usage_rows.c.superseded_by,
+    sqlite_where=usage_rows.c.superseded_by.is_not(None),
+    postgresql_where=usage_rows.c.superseded_by.is_not(None),
 )
 
 ledger_head = Table(
@@ -113,8 +147,12 @@ ledger_head = Table(
     metadata,
     Column("id", SmallInteger, primary_key=True, autoincrement=False),
     Column("sequence", BigInteger, nullable=False),
+    Column("open_from_ms", BigInteger, nullable=False),
+    Column("changes", BigInteger, nullable=False),
+    Column("folded_sequence", BigInteger, nullable=False),
 )
-"""One row, id 1. Writers lock it, so sequences have no gaps and rise in the order of the commits."""
+"""One row, id 1. Writers lock it, so sequences have no gaps and rise in the order of the commits. `open_from_ms` is the
+first month that is not closed, `changes` counts erasures and removals, `folded_sequence` is how far hourly sums are."""
 
 billing_outbox = Table(
     "billing_outbox",

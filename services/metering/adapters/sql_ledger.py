@@ -1,33 +1,44 @@
-"""`Ledger` in SQL. All database work runs in threads of its own, never on the event loop.
+"""`Ledger` in SQL.
 
 Writes go through one thread and one transaction each, which locks the head first: read what is recorded, decide
 (`domain.ledger.plan_batch`), write rows and head together. A unique constraint on what makes an event the same stands
 behind the decision (invariant 14). Queries are in `sql_queries`. Decision: docs/decisions/0070-ledger.md.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from hashlib import sha256
-from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from services.metering.adapters import sql_queries
 from services.metering.adapters.bulk_insert import insert_rows
-from services.metering.adapters.database import READERS, ledger_url, open_reader, open_writer, translated_errors
-from services.metering.adapters.migrating import migrate
 from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import ONLY_ROW, billing_outbox, ledger_head, quarantine, usage_rows
-from services.metering.domain.ledger import BatchPlan, Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
+from services.metering.adapters.sql_database import SqlDatabase
+from services.metering.adapters.sql_forgotten import read_forgotten
+from services.metering.adapters.sql_rollup import fold
+from services.metering.domain.forgetting import Forgotten
+from services.metering.domain.ledger import (
+    BatchPlan,
+    Books,
+    Candidate,
+    LedgerRow,
+    RawEvent,
+    Rejected,
+    Result,
+    plan_batch,
+)
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
 from services.metering.ports import Quarantined
 
-Answer = TypeVar("Answer")
-
-_lock_head = select(ledger_head.c.sequence).where(ledger_head.c.id == ONLY_ROW).with_for_update()
+lock_head = select(ledger_head).where(ledger_head.c.id == ONLY_ROW).with_for_update()
+"""Whoever writes rows, sums or periods does this first."""
 _move_head = update(ledger_head).where(ledger_head.c.id == ONLY_ROW)
-_same_ids = select(*READ).where(usage_rows.c.event_id.in_(bindparam("event_ids", expanding=True)))
+_same_ids = (
+    select(*READ)
+    .where(usage_rows.c.event_id.in_(bindparam("event_ids", expanding=True)))
+    .order_by(usage_rows.c.sequence)
+)
 _supersede = (
     update(usage_rows)
     .where(usage_rows.c.sequence == bindparam("replaced"))
@@ -37,45 +48,49 @@ _is_outbox = billing_outbox.c.id == ONLY_ROW
 
 
 class SqlLedger:
-    """See `ports.Ledger`. Make it with `SqlLedger.open`."""
+    """See `ports.Ledger`. Make it with `SqlLedger.open`, or over a database that others use too."""
 
-    def __init__(self, writer: Engine, reader: Engine) -> None:
-        self._writer = writer
-        self._reader = reader
-        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="ledger-write")
-        self._read_threads = ThreadPoolExecutor(READERS, thread_name_prefix="ledger-read")
+    def __init__(self, database: SqlDatabase) -> None:
+        self.database = database
+        self._known = Forgotten()
 
     @classmethod
     async def open(cls, url: str) -> "SqlLedger":
         """Connect and migrate. Raises Unavailable."""
-        resolved = ledger_url(url)
-        ledger = cls(open_writer(resolved), open_reader(resolved))
-        try:
-            await asyncio.get_running_loop().run_in_executor(ledger._write_thread, migrate, ledger._writer)
-        except BaseException:
-            await ledger.close()
-            raise
-        return ledger
+        return cls(await SqlDatabase.open(url))
 
     async def close(self) -> None:
         """Let running transactions end, then disconnect. Idempotent."""
-        await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        self._write_thread.shutdown()
-        self._read_threads.shutdown()
-        self._writer.dispose()
-        self._reader.dispose()
+        await self.database.close()
 
     async def append(self, items: Sequence[Candidate | Rejected], *, now_ms: int) -> Sequence[Result]:
         """See `Ledger.append`."""
-        return await self._write("append", lambda connection: _append(connection, items, now_ms))
+        return await self.database.write("append", lambda connection: self._append(connection, items, now_ms))
+
+    def _append(self, connection: Connection, items: Sequence[Candidate | Rejected], now_ms: int) -> Sequence[Result]:
+        head = connection.execute(lock_head).one()
+        if head.changes != self._known.changes:
+            self._known = read_forgotten(connection, head.changes)
+        items = self._known.applied_to(items)
+        ids = {item.facts.event_id for item in items if isinstance(item, Candidate)}
+        recorded = [ledger_row(row) for row in connection.execute(_same_ids, {"event_ids": list(ids)})] if ids else []
+        plan = plan_batch(items, recorded, Books(head.sequence, head.open_from_ms), now_ms=now_ms)
+        write_plan(connection, plan, now_ms)
+        return plan.results
+
+    async def fold(self, *, least: int) -> int:
+        """See `Ledger.fold`."""
+        if await self.database.read("count unfolded", _unfolded) < max(least, 1):
+            return 0
+        return await self.database.write("fold", lambda connection: _fold(connection, least))
 
     async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
         """See `Ledger.claim_unpublished`."""
         if not await self.unpublished():
             return ()  # an idle ledger is not written to
-        return await self._write("claim", lambda connection: _claim(connection, holder, now_ms, lease_ms, limit))
+        return await self.database.write(
+            "claim", lambda connection: _claim(connection, holder, now_ms, lease_ms, limit)
+        )
 
     async def mark_published(self, holder: str, *, sequence: int) -> None:
         """See `Ledger.mark_published`."""
@@ -84,61 +99,40 @@ class SqlLedger:
             .where(_is_outbox, billing_outbox.c.holder == holder, billing_outbox.c.published_sequence < sequence)
             .values(published_sequence=sequence)
         )
-        await self._write("mark published", lambda connection: connection.execute(statement))
+        await self.database.write("mark published", lambda connection: connection.execute(statement))
 
     async def unpublished(self) -> int:
         """See `Ledger.unpublished`."""
-        return await self._read("count unpublished", _unpublished)
+        return await self.database.read("count unpublished", _unpublished)
 
     async def groups(
         self, where: UsageFilter, by: Sequence[Dimension], *, after: GroupKey | None, limit: int
     ) -> GroupPage:
         """See `Ledger.groups`."""
-        return await self._read("groups", lambda connection: sql_queries.groups(connection, where, by, after, limit))
+        return await self.database.read(
+            "groups", lambda connection: sql_queries.groups(connection, where, by, after, limit)
+        )
 
     async def rows(self, where: UsageFilter, *, after: int | None, limit: int) -> RowPage:
         """See `Ledger.rows`."""
-        return await self._read("rows", lambda connection: sql_queries.rows(connection, where, after, limit))
+        return await self.database.read("rows", lambda connection: sql_queries.rows(connection, where, after, limit))
 
     async def reconcile(self, where: UsageFilter) -> Reconciliation:
         """See `Ledger.reconcile`."""
-        return await self._read("reconcile", lambda connection: sql_queries.reconcile(connection, where))
+        return await self.database.read("reconcile", lambda connection: sql_queries.reconcile(connection, where))
 
     async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
         """See `Ledger.quarantined`."""
-        return await self._read("quarantined", lambda connection: _quarantined(connection, limit))
+        return await self.database.read("quarantined", lambda connection: _quarantined(connection, limit))
 
     async def mark_replayed(self, fingerprint: str, *, now_ms: int) -> None:
         """See `Ledger.mark_replayed`."""
         statement = update(quarantine).where(quarantine.c.fingerprint == fingerprint).values(replayed_ms=now_ms)
-        await self._write("mark replayed", lambda connection: connection.execute(statement))
-
-    async def _write(self, doing: str, work: Callable[[Connection], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._write_thread, _in_transaction, self._writer, doing, work
-        )
-
-    async def _read(self, doing: str, work: Callable[[Connection], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._read_threads, _in_transaction, self._reader, doing, work
-        )
+        await self.database.write("mark replayed", lambda connection: connection.execute(statement))
 
 
-def _in_transaction(engine: Engine, doing: str, work: Callable[[Connection], Answer]) -> Answer:
-    with translated_errors(doing), engine.begin() as connection:
-        return work(connection)
-
-
-def _append(connection: Connection, items: Sequence[Candidate | Rejected], now_ms: int) -> list[Result]:
-    head: int = connection.execute(_lock_head).scalar_one()
-    ids = {item.facts.event_id for item in items if isinstance(item, Candidate)}
-    recorded = [ledger_row(row) for row in connection.execute(_same_ids, {"event_ids": list(ids)})] if ids else []
-    plan = plan_batch(items, recorded, head=head, now_ms=now_ms)
-    _write_plan(connection, plan, now_ms)
-    return plan.results
-
-
-def _write_plan(connection: Connection, plan: BatchPlan, now_ms: int) -> None:
+def write_plan(connection: Connection, plan: BatchPlan, now_ms: int) -> None:
+    """Write what was decided, in the transaction that locked the head."""
     if plan.rows:
         insert_rows(connection, plan.rows)
         connection.execute(_move_head, {"sequence": plan.head})
@@ -166,6 +160,16 @@ def _put_aside(connection: Connection, rejected: Rejected, now_ms: int) -> None:
 def fingerprint(raw: RawEvent) -> str:
     """Names a message that was put aside: the same message again is the same entry."""
     return sha256(raw.subject.encode() + b"\x00" + raw.data).hexdigest()
+
+
+def _unfolded(connection: Connection) -> int:
+    statement = select(ledger_head.c.sequence - ledger_head.c.folded_sequence)
+    return int(connection.execute(statement).scalar_one())
+
+
+def _fold(connection: Connection, least: int) -> int:
+    connection.execute(lock_head)
+    return fold(connection, least=least)
 
 
 def _claim(connection: Connection, holder: str, now_ms: int, lease_ms: int, limit: int) -> list[LedgerRow]:

@@ -1,17 +1,36 @@
 """The ledger's questions in SQL: groups, single rows and totals, over rows that nothing supersedes.
 
-Each runs in one read transaction. Pages go by key, not by offset: a page costs the same wherever it begins, and rows
-that arrive meanwhile shift nothing.
+Groups are added up from hourly sums where whole hours are asked for, and from single rows at the edges and for what is
+not folded yet (`sql_rollup`); the answer is the same as over the rows alone, down to the last one committed. Each
+question runs in one read transaction. Pages go by key, not by offset: a page costs the same wherever it begins, and
+rows that arrive meanwhile shift nothing.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, func, literal_column, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Connection,
+    FromClause,
+    Row,
+    Select,
+    and_,
+    case,
+    func,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    union_all,
+)
 
 from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import billing_outbox, exact_sum, ledger_head, quarantine, usage_rows
-from services.metering.domain.periods import DAY_MS, HOUR_MS
+from services.metering.adapters.schema_accounts import HOUR_SUMS, usage_hours
+from services.metering.adapters.sql_rollup import hour_of, summed
+from services.metering.domain.periods import DAY_MS, HOUR_MS, hour_start_ms
 from services.metering.domain.queries import (
     Dimension,
     GroupKey,
@@ -22,27 +41,22 @@ from services.metering.domain.queries import (
     UsageFilter,
     UsageGroup,
 )
+from services.metering.domain.usage import TIME_MS_END
 
 _columns = usage_rows.c
-
-
-def _period_start(length_ms: int) -> ColumnElement[Any]:
-    # A literal, not a parameter: PostgreSQL must see the same expression in SELECT and GROUP BY.
-    return _columns.time_ms - _columns.time_ms % literal_column(str(length_ms))
-
-
-_EXPRESSIONS: Final[Mapping[Dimension, ColumnElement[Any]]] = {
-    Dimension.TENANT: _columns.tenant_id,
-    Dimension.MODEL: _columns.model,
-    Dimension.ADAPTER: _columns.adapter,
-    Dimension.CLASS: _columns.priority_class,
-    Dimension.KEY: _columns.key_id,
-    Dimension.DAY: _period_start(DAY_MS),
-    Dimension.HOUR: _period_start(HOUR_MS),
+_NAMES: Final[Mapping[Dimension, str]] = {
+    Dimension.TENANT: "tenant_id",
+    Dimension.MODEL: "model",
+    Dimension.ADAPTER: "adapter",
+    Dimension.CLASS: "priority_class",
+    Dimension.KEY: "key_id",
+    Dimension.DAY: "day_ms",
+    Dimension.HOUR: "hour_ms",
 }
+_SUMS: Final = ("attempts", "requests", "input_tokens", "cached_tokens", "output_tokens")
 _TOTALS: Final[tuple[ColumnElement[Any], ...]] = (
     func.count().label("attempts"),
-    func.count(_columns.request_id.distinct()).label("requests"),
+    func.sum(case((_columns.attempt <= 1, 1), else_=0)).label("requests"),
     func.sum(_columns.input_tokens).label("input_tokens"),
     func.sum(_columns.cached_tokens).label("cached_tokens"),
     func.sum(_columns.output_tokens).label("output_tokens"),
@@ -54,15 +68,70 @@ _TOTALS: Final[tuple[ColumnElement[Any], ...]] = (
 def groups(
     connection: Connection, where: UsageFilter, by: Sequence[Dimension], after: GroupKey | None, limit: int
 ) -> GroupPage:
-    """See `Ledger.groups`. O(rows that match)."""
-    keys = [*(_EXPRESSIONS[dimension] for dimension in by), _columns.currency]
-    labelled = [key.label(f"key_{place}") for place, key in enumerate(keys)]
-    statement = _matching(select(*labelled, *_TOTALS), where).group_by(*keys).order_by(*keys).limit(limit + 1)
+    """See `Ledger.groups`. O(hourly sums that match + rows of the two hours at the edges + rows not folded yet)."""
+    folded: int = connection.execute(select(ledger_head.c.folded_sequence)).scalar_one()
+    counted = _counted(where, by, folded).subquery("counted")
+    keys = [counted.c[_NAMES[dimension]] for dimension in by] + [counted.c.currency]
+    sums = [func.sum(counted.c[name]).label(name) for name in _SUMS]
+    statement = select(*keys, *sums, exact_sum(counted.c.amount).label("amount")).group_by(*keys).order_by(*keys)
+    statement = statement.having(func.sum(counted.c.attempts) != 0).limit(limit + 1)
     if after is not None:
         statement = statement.where(tuple_(*keys) > tuple_(*after))
     found = [UsageGroup(tuple(row[: len(keys)]), _totals(row)) for row in connection.execute(statement)]
     page = tuple(found[:limit])
     return GroupPage(page, page[-1].key if len(found) > limit else None)
+
+
+def _counted(where: UsageFilter, by: Sequence[Dimension], folded: int) -> CompoundSelect[Any]:
+    """Everything that counts for the filter, once: sums of whole hours, rows since the fold, and the edges."""
+    from_ms = where.from_ms or 0
+    to_ms = TIME_MS_END if where.to_ms is None else where.to_ms
+    whole_from, whole_to = hour_start_ms(from_ms + HOUR_MS - 1), hour_start_ms(to_ms)
+    if whole_from >= whole_to:
+        whole_from = whole_to = from_ms
+    hours = _part(usage_hours, by, _hour_sums()).where(
+        usage_hours.c.hour_ms >= whole_from, usage_hours.c.hour_ms < whole_to
+    )
+    time = _columns.time_ms
+    within = and_(time >= whole_from, time < whole_to)
+    since = _part(usage_rows, by, summed(usage_rows, 1)).where(
+        within, _columns.sequence > folded, _columns.superseded_by.is_(None)
+    )
+    taken_back = _part(usage_rows, by, summed(usage_rows, -1)).where(
+        within, _columns.sequence <= folded, _columns.superseded_by > folded
+    )
+    parts = [hours, since, taken_back]
+    if (from_ms, to_ms) != (whole_from, whole_to):
+        edges = or_(and_(time >= from_ms, time < whole_from), and_(time >= whole_to, time < to_ms))
+        parts.append(_part(usage_rows, by, summed(usage_rows, 1)).where(edges, _columns.superseded_by.is_(None)))
+    return union_all(*(part.where(*_names_match(part, where)) for part in parts))
+
+
+def _hour_sums() -> list[ColumnElement[Any]]:
+    return [*(usage_hours.c[name] for name in HOUR_SUMS), usage_hours.c.amount]
+
+
+def _part(table: FromClause, by: Sequence[Dimension], sums: Sequence[ColumnElement[Any]]) -> Select[Any]:
+    columns: Any = table.c
+    hour = columns.hour_ms if table is usage_hours else hour_of(columns.time_ms)
+    special = {"hour_ms": hour, "day_ms": hour - hour % literal_column(str(DAY_MS))}
+    names = [_NAMES[dimension] for dimension in by]
+    keys = [special.get(name, columns.get(name)).label(name) for name in names]
+    return select(*keys, columns.currency, *sums).select_from(table)
+
+
+def _names_match(part: Select[Any], where: UsageFilter) -> list[ColumnElement[bool]]:
+    (table,) = part.get_final_froms()
+    columns: Any = table.c
+    return [
+        column == wanted
+        for column, wanted in (
+            (columns.tenant_id, where.tenant_id),
+            (columns.model, where.model),
+            (columns.key_id, where.key_id),
+        )
+        if wanted is not None
+    ]
 
 
 def rows(connection: Connection, where: UsageFilter, after: int | None, limit: int) -> RowPage:
@@ -109,8 +178,8 @@ def _matching(statement: Select[Any], where: UsageFilter) -> Select[Any]:
 
 def _totals(row: Row[Any]) -> Totals:
     return Totals(
-        attempts=row.attempts,
-        requests=row.requests,
+        attempts=int(row.attempts),
+        requests=int(row.requests),
         input_tokens=int(row.input_tokens),  # PostgreSQL's sum of bigint is numeric
         cached_tokens=int(row.cached_tokens),
         output_tokens=int(row.output_tokens),

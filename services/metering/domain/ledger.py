@@ -10,6 +10,10 @@ Invariant 14: an event counts once, however often, late or out of order it arriv
 
 The sum over rows that nothing supersedes is then the same for every order of arrival. Rows are never changed, except
 that a superseded row learns its successor. Sequences rise by one, without gaps.
+
+Each row is booked in an accounting period: the month of its own time while that is open, else the first open one. A
+correction takes back what it corrects in the period where that is booked, or in the first open one if that is closed.
+So a closed period never changes: every later row books elsewhere (docs/decisions/0074-periods.md).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,6 +22,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from services.metering.domain.periods import month_start_ms
 from services.metering.domain.rating import Rating
 from services.metering.domain.usage import Emitter, EventKey, UsageFacts
 
@@ -44,8 +49,20 @@ class Rejected(Struct, frozen=True):
     reason: str
 
 
+class RowKind(StrEnum):
+    """Why there is a row."""
+
+    USAGE = "usage"
+    LATE = "late"  # its own period was closed when it came
+    SUPERSEDES = "supersedes"  # a gateway's event in place of a scheduler's
+    RERATES = "rerates"  # the same event at another price
+
+
 class LedgerRow(Struct, frozen=True):
-    """One row. `revision` 0 is the first of its key, 1 the correction that replaces it."""
+    """One row. `revision` 0 is the first of its key, each correction has the next.
+
+    `period_ms` is the month it is booked in; `reversal_ms`, of corrections only, the month in which what it corrects is
+    taken back."""
 
     sequence: int
     revision: int
@@ -53,6 +70,16 @@ class LedgerRow(Struct, frozen=True):
     rating: Rating
     recorded_ms: int
     corrects_sequence: int | None = None
+    period_ms: int = 0
+    kind: str = RowKind.USAGE.value
+    reversal_ms: int | None = None
+
+
+class Books(Struct, frozen=True):
+    """Where the ledger stands: the last sequence used, and the start of the first month that is open (0 = all are)."""
+
+    head: int
+    open_from_ms: int = 0
 
 
 class Result(StrEnum):
@@ -73,13 +100,14 @@ class BatchPlan:
     successors: dict[int, int] = field(default_factory=dict)  # superseded sequence → sequence of its correction
     quarantined: list[Rejected] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)  # one an item, in order
+    open_from_ms: int = 0
 
 
 def plan_batch(
-    items: Sequence[Candidate | Rejected], recorded: Iterable[LedgerRow], *, head: int, now_ms: int
+    items: Sequence[Candidate | Rejected], recorded: Iterable[LedgerRow], books: Books, *, now_ms: int
 ) -> BatchPlan:
-    """Decide about a batch. `recorded` holds every row whose key occurs in it; `head` is the last sequence. O(n)."""
-    plan = BatchPlan(head)
+    """Decide about a batch. `recorded` holds every row whose key occurs in it, by rising sequence. O(n)."""
+    plan = BatchPlan(books.head, open_from_ms=books.open_from_ms)
     known: dict[EventKey, dict[str, LedgerRow]] = {}
     for row in recorded:
         known.setdefault(row.facts.key, {})[row.facts.emitter] = row
@@ -89,7 +117,16 @@ def plan_batch(
             plan.results.append(Result.QUARANTINED)
         else:
             plan.results.append(_place(plan, item, known.setdefault(item.facts.key, {}), now_ms))
-    assert plan.head == head + len(plan.rows), "sequences have no gaps"
+    assert plan.head == books.head + len(plan.rows), "sequences have no gaps"
+    return plan
+
+
+def plan_rerating(rated_anew: Iterable[tuple[LedgerRow, Rating]], books: Books, *, now_ms: int) -> BatchPlan:
+    """Corrections for rows (that nothing supersedes) whose price is another now; the others are left alone. O(n)."""
+    plan = BatchPlan(books.head, open_from_ms=books.open_from_ms)
+    for row, rating in rated_anew:
+        if rating != row.rating:
+            _append(plan, row.facts, rating, row, now_ms, RowKind.RERATES)
     return plan
 
 
@@ -106,21 +143,33 @@ def _place(plan: BatchPlan, candidate: Candidate, same_key: dict[str, LedgerRow]
     replaced = same_key.get(Emitter.SCHEDULER)
     if same_key and replaced is None:
         return Result.DUPLICATE
-    same_key[emitter] = _append(plan, candidate, replaced, now_ms)
+    kind = RowKind.USAGE if replaced is None else RowKind.SUPERSEDES
+    same_key[emitter] = _append(plan, candidate.facts, candidate.rating, replaced, now_ms, kind)
     return Result.RECORDED if replaced is None else Result.SUPERSEDED
 
 
-def _append(plan: BatchPlan, candidate: Candidate, replaced: LedgerRow | None, now_ms: int) -> LedgerRow:
+def _append(
+    plan: BatchPlan, facts: UsageFacts, rating: Rating, replaced: LedgerRow | None, now_ms: int, kind: RowKind
+) -> LedgerRow:
     plan.head += 1
-    row = LedgerRow(
-        sequence=plan.head,
-        revision=0 if replaced is None else 1,
-        facts=candidate.facts,
-        rating=candidate.rating,
-        recorded_ms=now_ms,
-        corrects_sequence=None if replaced is None else replaced.sequence,
-    )
-    plan.rows.append(row)
-    if replaced is not None:
+    own_ms = month_start_ms(facts.time_ms)
+    period_ms = max(own_ms, plan.open_from_ms)
+    if kind is RowKind.USAGE and period_ms != own_ms:
+        kind = RowKind.LATE
+    if replaced is None:
+        row = LedgerRow(plan.head, 0, facts, rating, now_ms, None, period_ms, kind._value_)
+    else:
+        row = LedgerRow(
+            sequence=plan.head,
+            revision=replaced.revision + 1,
+            facts=facts,
+            rating=rating,
+            recorded_ms=now_ms,
+            corrects_sequence=replaced.sequence,
+            period_ms=period_ms,
+            kind=kind._value_,
+            reversal_ms=max(replaced.period_ms, plan.open_from_ms),
+        )
         plan.successors[replaced.sequence] = row.sequence
+    plan.rows.append(row)
     return row

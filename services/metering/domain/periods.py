@@ -1,11 +1,13 @@
-"""Periods of usage: UTC days and hours of an event's own time stamp (invariant 14), and how instants are written.
+"""Periods of usage: UTC days and hours of an event's own time stamp (invariant 14), months that are billed, and how
+instants are written.
 
 Days and hours of UTC are multiples of their length since the Unix epoch, so a period is plain arithmetic, the same in
-SQL and here.
+SQL and here. An accounting period is a month of UTC, named `2026-11` and known by its start in milliseconds.
 """
 
 import re
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Final
 
 HOUR_MS: Final = 3_600_000
@@ -13,6 +15,8 @@ DAY_MS: Final = 24 * HOUR_MS
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNIX_MS: Final = re.compile(r"\d{1,14}")
 _DATE: Final = re.compile(r"\d{4}-\d{2}-\d{2}")
+_MONTH: Final = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
+_DAYS_REMEMBERED: Final = 4096  # more than ten years of days
 
 
 def day_start_ms(time_ms: int) -> int:
@@ -23,6 +27,34 @@ def day_start_ms(time_ms: int) -> int:
 def hour_start_ms(time_ms: int) -> int:
     """Start of the UTC hour that holds an instant."""
     return time_ms - time_ms % HOUR_MS
+
+
+def month_start_ms(time_ms: int) -> int:
+    """Start of the UTC month that holds an instant: the accounting period of an event. O(1)."""
+    return _month_of_day(time_ms // DAY_MS)
+
+
+@lru_cache(_DAYS_REMEMBERED)
+def _month_of_day(day: int) -> int:
+    return (day - _instant(day * DAY_MS).day + 1) * DAY_MS
+
+
+def next_month_ms(month_ms: int) -> int:
+    """Start of the month after the one that starts at `month_ms`."""
+    return month_start_ms(month_ms + 31 * DAY_MS)
+
+
+def month_text(month_ms: int) -> str:
+    """A month as `2026-01`."""
+    return _instant(month_ms).strftime("%Y-%m")
+
+
+def parse_month(text: str) -> int | None:
+    """Start of a month such as `2026-01`; None if the text is none (years from 1970)."""
+    match = _MONTH.fullmatch(text)
+    if match is None or int(match[1]) < _EPOCH.year:
+        return None
+    return (datetime(int(match[1]), int(match[2]), 1, tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
 
 
 def day_text(start_ms: int) -> str:

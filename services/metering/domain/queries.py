@@ -56,7 +56,7 @@ class UsageFilter:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over rows of one currency. `attempts` counts events, `requests` distinct requests."""
+    """Sums over rows of one currency. `attempts` counts events; a request counts where its first attempt does."""
 
     attempts: int
     requests: int

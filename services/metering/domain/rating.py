@@ -1,21 +1,23 @@
-"""What an event costs: exact decimal arithmetic, no rounding, no state.
+"""What an event costs at a price: exact decimal arithmetic, no rounding, no state. Which price applies: `prices`.
 
 Prices are per million tokens. Tokens reused from the cache are priced as `cached_input`, the rest of the input as
 `input`. Without a price the amount is 0 and the price id empty, so that such rows can be found.
 """
 
-from decimal import Context, Decimal
+from collections.abc import Iterable
+from decimal import Context, Decimal, DivisionByZero, Inexact, InvalidOperation, Overflow
 from functools import lru_cache
 from typing import Final
 
 from msgspec import Struct
 
-from roundhouse.catalogue.records import Catalogue, Price
-from roundhouse.vocabulary import AdapterName, ModelName
+from roundhouse.catalogue.records import Price
 from services.metering.domain.usage import UsageFacts
 
 _PER_TOKENS: Final = Decimal(1_000_000)
-_EXACT: Final = Context(prec=80)  # three products of uint32 by a price of 30 digits, summed, still fit: nothing rounds
+EXACT: Final = Context(prec=80, traps=[InvalidOperation, DivisionByZero, Overflow, Inexact])
+"""For all arithmetic with money. Three products of uint32 by a price of 30 digits, summed over every row that there can
+be, still fit; what would be rounded raises instead."""
 _PRICES_REMEMBERED: Final = 1024  # as many as a catalogue has; a guess
 NO_CURRENCY: Final = ""
 
@@ -31,33 +33,31 @@ class Rating(Struct, frozen=True, gc=False):
 UNRATED: Final = Rating("", NO_CURRENCY, Decimal(0))
 
 
-def price_of(catalogue: Catalogue, facts: UsageFacts) -> Price | None:
-    """The price for an event: its adapter's own, else its model's, else None. O(1)."""
-    if facts.adapter:
-        adapter = catalogue.adapters.get(AdapterName(facts.adapter))
-        if adapter is not None and adapter.price is not None:
-            return adapter.price
-    model = catalogue.models.get(ModelName(facts.model))
-    return model.price if model is not None else None
-
-
 def rate(facts: UsageFacts, price: Price | None) -> Rating:
     """Uncached input, cached input and output tokens, each by its price per million. Exact."""
     if price is None:
         return UNRATED
     fresh, cached, output = _per_token(price)
-    amount = _EXACT.multiply(fresh, facts.input_tokens - facts.cached_tokens)
-    amount = _EXACT.fma(cached, facts.cached_tokens, amount)
-    amount = _EXACT.fma(output, facts.output_tokens, amount)
+    amount = EXACT.multiply(fresh, facts.input_tokens - facts.cached_tokens)
+    amount = EXACT.fma(cached, facts.cached_tokens, amount)
+    amount = EXACT.fma(output, facts.output_tokens, amount)
     return Rating(price.id, price.currency, amount)
 
 
 @lru_cache(_PRICES_REMEMBERED)
 def _per_token(price: Price) -> tuple[Decimal, Decimal, Decimal]:
     fresh, cached, output = (
-        _EXACT.divide(Decimal(text), _PER_TOKENS) for text in (price.input, price.cached_input, price.output)
+        EXACT.divide(Decimal(text), _PER_TOKENS) for text in (price.input, price.cached_input, price.output)
     )
     return fresh, cached, output
+
+
+def sum_of(amounts: Iterable[Decimal]) -> Decimal:
+    """The exact sum; 0 of none."""
+    total = Decimal(0)
+    for amount in amounts:
+        total = EXACT.add(total, amount)
+    return total
 
 
 def money_text(amount: Decimal) -> str:

@@ -8,18 +8,18 @@ nothing: `publishing` does.
 
 import asyncio
 from collections.abc import Sequence
-from decimal import InvalidOperation
+from decimal import DecimalException
 from typing import Final
 
 import structlog
 
-from roundhouse.catalogue.records import Catalogue
 from roundhouse.clock import Clock
 from roundhouse.errors import InvalidInput, Unavailable
 from services.metering.domain.ledger import Candidate, RawEvent, Rejected, Result
-from services.metering.domain.rating import price_of, rate
+from services.metering.domain.prices import PriceBook
+from services.metering.domain.rating import rate
 from services.metering.domain.usage import UsageFacts, fault_of
-from services.metering.ports import Delivery, Ledger, Observer, PriceSource, UsageStream
+from services.metering.ports import Delivery, Ledger, Observer, Pricing, UsageStream
 
 log = structlog.get_logger(__name__)
 
@@ -32,9 +32,7 @@ RECONNECT_MS_MAX: Final = 1_000  # of a bus that is away
 class Recorder:
     """Moves events from the stream to the ledger until told to stop."""
 
-    def __init__(
-        self, stream: UsageStream, ledger: Ledger, prices: PriceSource, clock: Clock, observer: Observer
-    ) -> None:
+    def __init__(self, stream: UsageStream, ledger: Ledger, prices: Pricing, clock: Clock, observer: Observer) -> None:
         self._stream = stream
         self._ledger = ledger
         self._prices = prices
@@ -78,12 +76,9 @@ class Recorder:
             wait_ms = min(wait_ms * 2, RETRY_MS_MAX)
 
     async def _record_once(self, batch: Sequence[Delivery]) -> None:
-        catalogue = self._prices.current
-        if not catalogue.generation:
-            # Rating without any catalogue would book every amount as 0. Nobody can have called a model yet.
-            raise Unavailable("events wait for the first catalogue")
+        book = await self._prices.book()
         started_ms = self._clock.monotonic_ms()
-        items = [rated_item(delivery.payload, delivery.raw, catalogue) for delivery in batch]
+        items = [rated_item(delivery.payload, delivery.raw, book) for delivery in batch]
         results = await append_dividing(self._ledger, items, now_ms=self._clock.now_ms())
         self._observer.recorded(results, commit_ms=self._clock.monotonic_ms() - started_ms)
         self.appended.set()
@@ -94,17 +89,18 @@ class Recorder:
             log.info("usage_not_acknowledged", reason=error.message)  # it comes again, as duplicates
 
 
-def rated_item(payload: UsageFacts | str, raw: RawEvent, catalogue: Catalogue) -> Candidate | Rejected:
+def rated_item(payload: UsageFacts | str, raw: RawEvent, book: PriceBook) -> Candidate | Rejected:
     """What to append for one message: a rated candidate, or the reason why it can be none."""
     if isinstance(payload, str):
         return Rejected(raw, payload)
     fault = fault_of(payload)
     if fault is not None:
         return Rejected(raw, fault)
-    price = price_of(catalogue, payload)
+    rule = book.rule_for(payload)
+    price = None if rule is None else rule.price
     try:
         return Candidate(payload, rate(payload, price), raw)
-    except InvalidOperation:
+    except DecimalException:
         return Rejected(raw, f"a price of {price.id if price else ''!r} is no decimal number")
 
 

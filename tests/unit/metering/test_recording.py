@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from roundhouse.catalogue.records import EMPTY, Catalogue
+from roundhouse.catalogue.records import EMPTY
 from roundhouse.errors import InvalidInput, Unavailable
 from services.metering.domain.ledger import Candidate, LedgerRow, Rejected, Result
 from services.metering.domain.queries import UsageFilter
 from services.metering.domain.usage import UsageFacts
+from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import Publisher
 from services.metering.operations.recording import Recorder
 from services.metering.operations.replaying import replay_quarantine
@@ -17,6 +18,7 @@ from services.metering.ports import Delivery
 from tests.builders.usage import candidate, priced_catalogue, usage_facts
 from tests.fakes.clock import ManualClock
 from tests.fakes.ledger import FakeLedger
+from tests.fakes.prices import FakePrices, SetCatalogue, pricing
 
 EVERYTHING = UsageFilter()
 
@@ -67,14 +69,6 @@ class RecordingObserver:
             self.on_reason()
 
 
-class Prices:
-    """A catalogue that tests set."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.current = catalogue
-        self.not_ready_reason: str | None = None
-
-
 def delivery(request_id: str) -> Delivery:
     """One good event."""
     made = candidate(usage_facts(request_id))
@@ -82,7 +76,7 @@ def delivery(request_id: str) -> Delivery:
 
 
 async def run(
-    batches: Sequence[Sequence[Delivery] | None], ledger: FakeLedger, observer: RecordingObserver, prices: Prices
+    batches: Sequence[Sequence[Delivery] | None], ledger: FakeLedger, observer: RecordingObserver, prices: PriceKeeper
 ) -> ScriptedStream:
     """Run a recorder over the batches until the last is handled."""
     stopping = asyncio.Event()
@@ -104,7 +98,7 @@ async def test_nothing_is_acknowledged_before_it_is_in_the_ledger() -> None:
         ledger.away = False
 
     observer.on_reason = back
-    await Recorder(stream, ledger, Prices(priced_catalogue()), ManualClock(), observer).run(stopping)
+    await Recorder(stream, ledger, pricing(priced_catalogue()), ManualClock(), observer).run(stopping)
     assert stream.acknowledged == batch
     assert observer.results == [Result.RECORDED, Result.RECORDED]
     recording = [reason for name, reason in observer.conditions if name == "recording"]
@@ -115,14 +109,14 @@ async def test_a_stop_while_the_ledger_is_away_leaves_the_batch_to_the_stream() 
     """It is not acknowledged, so it comes again."""
     ledger = FakeLedger()
     ledger.away = True
-    stream = await run([[delivery("r1")]], ledger, RecordingObserver(), Prices(priced_catalogue()))
+    stream = await run([[delivery("r1")]], ledger, RecordingObserver(), pricing(priced_catalogue()))
     assert stream.acknowledged == []
 
 
 async def test_a_bus_that_is_away_is_reported_and_asked_again() -> None:
     """Unready while it is away, ready after."""
     observer = RecordingObserver()
-    stream = await run([None, [delivery("r1")]], FakeLedger(), observer, Prices(priced_catalogue()))
+    stream = await run([None, [delivery("r1")]], FakeLedger(), observer, pricing(priced_catalogue()))
     assert len(stream.acknowledged) == 1
     told = [reason for name, reason in observer.conditions if name == "usage_stream"]
     assert told == ["the bus is away", None]
@@ -130,14 +124,15 @@ async def test_a_bus_that_is_away_is_reported_and_asked_again() -> None:
 
 async def test_nothing_is_rated_before_the_first_catalogue() -> None:
     """Generation 0 has no prices; booking 0 would be a lost bill."""
-    observer, prices = RecordingObserver(), Prices(EMPTY)
+    observer, catalogue = RecordingObserver(), SetCatalogue(EMPTY)
 
     def arrives() -> None:
-        prices.current = priced_catalogue()
+        catalogue.current = priced_catalogue()
 
     observer.on_reason = arrives
     ledger = FakeLedger()
-    await run([[delivery("r1")], ()], ledger, observer, prices)
+    keeper = PriceKeeper(catalogue, FakePrices(), ManualClock())
+    await run([[delivery("r1")], ()], ledger, observer, keeper)
     (row,) = (await ledger.rows(EVERYTHING, after=None, limit=9)).rows
     assert row.rating.price_id == "p1"
 
@@ -156,7 +151,7 @@ async def test_one_refused_value_does_not_hold_up_the_rest() -> None:
     """The batch is halved until the event is found; it is put aside, all others count."""
     ledger, observer = PickyLedger(), RecordingObserver()
     batch = [delivery(name) for name in ("r1", "r2", "bad", "r3", "r4")]
-    stream = await run([batch], ledger, observer, Prices(priced_catalogue()))
+    stream = await run([batch], ledger, observer, pricing(priced_catalogue()))
     assert stream.acknowledged == batch
     assert observer.results == [*[Result.RECORDED] * 2, Result.QUARANTINED, *[Result.RECORDED] * 2]
     (entry,) = await ledger.quarantined(limit=9)
@@ -201,6 +196,6 @@ async def test_replaying_records_what_is_good_now_and_keeps_the_rest() -> None:
     def decode(_subject: str, data: bytes) -> UsageFacts | str:
         return usage_facts("r1") if data == good.data else "still unreadable"
 
-    counts = await replay_quarantine(ledger, decode, priced_catalogue(), ManualClock(), limit=9)
+    counts = await replay_quarantine(ledger, decode, await pricing(priced_catalogue()).book(), ManualClock(), limit=9)
     assert counts == {Result.RECORDED: 1, Result.QUARANTINED: 1}
     assert [entry.raw for entry in await ledger.quarantined(limit=9)] == [bad]
