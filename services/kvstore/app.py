@@ -21,15 +21,20 @@ from roundhouse.grpc_edge import GrpcServer
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.wire.v1 import kv_pb2_grpc
-from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer
-from services.kvstore.adapters.metrics import table_metrics
+from services.kvstore.adapters.grpc_peers import GrpcPeers
+from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer, NodeParts
+from services.kvstore.adapters.metrics import Counts, table_metrics
 from services.kvstore.adapters.segment_files import PAGE, SegmentFiles
 from services.kvstore.adapters.shm_arena import shm_arena
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.disk_index import DiskIndex
+from services.kvstore.domain.peer_directory import PeerDirectory
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
 from services.kvstore.operations.disk_tier import DiskParts, DiskTier
+from services.kvstore.operations.fetch_blocks import PeerTier
+from services.kvstore.operations.follow_peers import PeerFollower
+from services.kvstore.operations.send_blocks import PeerService
 from services.kvstore.operations.serve_blocks import BlockService
 from services.kvstore.ports import BlockArena, DiskFault
 from services.kvstore.settings import KvStoreSettings
@@ -38,6 +43,8 @@ log = structlog.get_logger(__name__)
 
 EXPIRY_INTERVAL_MS = 100  # how long memory of a dead client stays held after its lease, if nobody calls meanwhile
 ANNOUNCE_INTERVAL_MS = 100  # placement may lag this far behind; one message a turn instead of one a block
+REPEAT_INTERVAL_MS = 5_000  # a follower that lost the last message of a quiet node learns of it within this time
+MEND_INTERVAL_MS = 500  # how long a gap stays open, plus the snapshot
 WRITE_INTERVAL_MS = 20  # a block that earned its place waits this long, twice at most
 DISK_THREADS = 4  # one writer, and reads deep enough for one NVMe drive's bandwidth at 1 MiB
 STOP_GRACE_S_MAX = 2.0  # calls take milliseconds
@@ -95,26 +102,39 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
     @asynccontextmanager
     async def run(lifecycle: Lifecycle) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            incarnation = uuid.uuid4().hex
+            incarnation, now = uuid.uuid4().hex, clock or SystemClock()
             maker = shm_arena(settings.arena_file, settings.arena_bytes)
             arena = await asyncio.to_thread(stack.enter_context, maker)
             table = BlockTable(SlotArena(settings.arena_bytes, settings.slot_bytes), incarnation)
-            disk = await _open_disk(stack, settings, table, arena, clock or SystemClock())
-            service = BlockService(table, arena, clock or SystemClock(), disk)
-            stack.enter_context(
-                table_metrics(telemetry.REGISTRY, service.statistics, service.disk_counts, settings.slot_bytes)
-            )
+            disk = await _open_disk(stack, settings, table, arena, now)
+            directory, transport = PeerDirectory(settings.node_id), GrpcPeers()
+            stack.push_async_callback(transport.close)
+            fetches = PeerTier(table, arena, transport, directory, now)
+            stack.push_async_callback(fetches.close)
+            service = BlockService(table, arena, now, disk, fetches)
+            peers = PeerService(table, service, now)
+            counts = Counts(service.statistics, service.disk_counts, service.peer_counts, peers.counts)
+            stack.enter_context(table_metrics(telemetry.REGISTRY, counts, settings.slot_bytes))
 
             server = GrpcServer()
-            servicer = KvStoreServicer(service, arena, slot_bytes=settings.slot_bytes, incarnation=incarnation)
+            announcer = ChangeAnnouncer(settings.node_id, incarnation)
+            parts = NodeParts(service, peers, arena, announcer, settings.slot_bytes, incarnation)
+            servicer = KvStoreServicer(parts)
             kv_pb2_grpc.add_KvStoreServicer_to_server(servicer, server.server)
             port = await server.start(settings.bind_host, settings.grpc_port, [SERVICE_NAME])
             stack.push_async_callback(server.stop, min(settings.drain_seconds, STOP_GRACE_S_MAX))
 
             link = _BusLink(settings, bus)
             stack.push_async_callback(link.close)
-            lifecycle.spawn(link.connect(), "bus")
-            announcer = ChangeAnnouncer(settings.node_id, incarnation)
+            follower = PeerFollower(directory, transport, now)
+            stack.push_async_callback(follower.stop)
+
+            async def follow() -> None:
+                await link.connect()
+                if link.bus is not None:
+                    await follower.start(link.bus)
+
+            lifecycle.spawn(follow(), "bus")
             readiness = Readiness("nats")
 
             async def announce() -> None:
@@ -126,6 +146,8 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
                 lifecycle.every(WRITE_INTERVAL_MS, disk.write_turn, "write blocks to disk")
             lifecycle.every(EXPIRY_INTERVAL_MS, service.expire_leases, "expire leases")
             lifecycle.every(ANNOUNCE_INTERVAL_MS, announce, "announce blocks")
+            lifecycle.every(REPEAT_INTERVAL_MS, lambda: announcer.repeat(link.bus), "repeat the sequence")
+            lifecycle.every(MEND_INTERVAL_MS, follower.mend, "mend what is known of peers")
             ops_port = await stack.enter_async_context(serve_ops(readiness, settings.bind_host, settings.ops_port))
             log.info("kvstore_ready", grpc_port=port, ops_port=ops_port, arena_bytes=arena.nbytes)
             yield

@@ -4,13 +4,20 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.kvstore.domain.disk_index import DiskRecord
+from services.kvstore.domain.records import NOTHING_SHARED, Shared
 
 
 class DiskFault(Exception):
     """The disk did not do what it was asked. Never reaches a caller: it is counted, and the block is a miss."""
+
+
+class PeerFault(Exception):
+    """A peer did not do what it was asked, or not in time. Never reaches a caller: it is counted, and what is
+    missing is a miss."""
 
 
 class BlockArena(Protocol):
@@ -77,4 +84,67 @@ class BlockLog(Protocol):
 
     def remove(self, number: int) -> None:
         """Remove a segment. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRequest:
+    """What is wanted of a peer: blocks of the chain `keys` after the first `skip`, as they become stored there.
+
+    `hold` ends at the peer once the last block has been sent."""
+
+    salt: bytes
+    keys: tuple[bytes, ...]
+    skip: int
+    wait_ms: int
+    shared: Shared = NOTHING_SHARED
+    hold: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """What a peer says of a block before its bytes; the checksum is that of its first writer."""
+
+    key: bytes
+    length: int
+    checksum: int
+    model_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKeys:
+    """What a peer has at `sequence` of its block events: leading bytes of keys."""
+
+    node_id: str
+    incarnation: str
+    sequence: int
+    keys: frozenset[bytes]
+
+
+class Landing(Protocol):
+    """Where blocks of a peer are put, one after the other, in order of the chain."""
+
+    def begin(self, head: BlockHead) -> memoryview | None:
+        """The place for a block's bytes, exactly its length; None = not wanted: stop. Valid until the transfer ends."""
+        ...
+
+    def landed(self) -> None:
+        """The bytes of the block begun last are all there."""
+        ...
+
+
+class PeerTransport(Protocol):
+    """How bytes come from another node. `tests/contract/test_peer_transport.py` holds every one to this contract."""
+
+    async def fetch(self, address: str, request: PeerRequest, landing: Landing, *, timeout_ms: int) -> None:
+        """Bring what the peer has, in order, until it ends or `landing` stops. Raises PeerFault; what landed before
+        stays landed. Cancelled, nothing is written any more once this returns."""
+        ...
+
+    async def snapshot(self, address: str, key_bytes: int, *, timeout_ms: int) -> PeerKeys:
+        """Everything a peer has. Raises PeerFault."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections. Idempotent."""
         ...

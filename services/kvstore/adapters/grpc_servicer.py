@@ -4,32 +4,61 @@ Invariant 16: keys and salts come in requests and never go into logs or errors.
 """
 # ruff: noqa: N802 - the method names are those of kv.proto
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from roundhouse.block_keys import KEY_BYTES
 from roundhouse.errors import InvalidInput
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
-from services.kvstore.domain.records import Acquired, BlockPlace, Holder, NewBlocks, Reserved
+from services.kvstore.adapters.grpc_peers import PIECE_BYTES
+from services.kvstore.adapters.wire_checks import (
+    KEYS_MAX,
+    check_keys,
+    check_salt,
+    holder_of,
+    key_bytes_of,
+    shared_of,
+)
+from services.kvstore.domain.records import Acquired, BlockPlace, NewBlocks, Reserved
+from services.kvstore.operations.announce_changes import ChangeAnnouncer
+from services.kvstore.operations.fetch_blocks import Wanted
+from services.kvstore.operations.send_blocks import PeerService
 from services.kvstore.operations.serve_blocks import BlockService
-from services.kvstore.ports import BlockArena
+from services.kvstore.ports import BlockArena, PeerRequest
 
 SERVICE_NAME = kv_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name
 
-KEYS_MAX = 65_536  # a prompt of a million tokens in blocks of 16
 RESERVE_KEYS_MAX = 1_024  # one writer takes the arena in pieces, so that others come in between
-SALT_BYTES_MAX = 256
-CLIENT_ID_CHARACTERS_MAX = 128
+PEERS_MAX = 8  # addresses of one request; two are asked
+SNAPSHOT_PART_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a node's servicer answers from."""
+
+    service: BlockService
+    peers: PeerService
+    arena: BlockArena
+    announcer: ChangeAnnouncer
+    slot_bytes: int
+    incarnation: str
 
 
 class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
     """One node's blocks. Every method is idempotent but Reserve and Acquire, whose leases end by themselves."""
 
-    def __init__(self, service: BlockService, arena: BlockArena, *, slot_bytes: int, incarnation: str) -> None:
-        """`incarnation` is new for each process."""
-        self._service = service
-        self._arena = kv_pb2.Arena(path=arena.path, bytes=arena.nbytes, slot_bytes=slot_bytes, incarnation=incarnation)
+    def __init__(self, parts: NodeParts) -> None:
+        """`parts.incarnation` is new for each process."""
+        self._service, self._peers, self._bytes = parts.service, parts.peers, parts.arena
+        self._announcer = parts.announcer
+        self._arena = kv_pb2.Arena(
+            path=parts.arena.path,
+            bytes=parts.arena.nbytes,
+            slot_bytes=parts.slot_bytes,
+            incarnation=parts.incarnation,
+        )
 
     async def DescribeArena(self, request: kv_pb2.DescribeArenaRequest, context: Any) -> kv_pb2.Arena:
         """Where the arena is."""
@@ -37,15 +66,23 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
 
     async def AcquirePrefix(self, request: kv_pb2.AcquirePrefixRequest, context: Any) -> kv_pb2.AcquirePrefixReply:
         """The longest stored run, leased. Raises InvalidInput."""
-        _check_salt(request.salt)
-        _check_keys(request.keys, KEYS_MAX)
-        holder = _holder(request.client_id, request.lease_ms)
-        outcome = await self._service.acquire_waiting(request.salt, request.keys, holder, request.wait_ms)
-        if not isinstance(outcome, Acquired):
-            return kv_pb2.AcquirePrefixReply(incarnation=self._arena.incarnation)
-        return kv_pb2.AcquirePrefixReply(
-            lease_id=outcome.lease_id, blocks=_slots(outcome.blocks), incarnation=self._arena.incarnation
-        )
+        check_salt(request.salt)
+        keys = check_keys(request.keys, KEYS_MAX)
+        if len(request.peers) > PEERS_MAX:
+            raise InvalidInput(f"at most {PEERS_MAX} peers are expected", param="peers")
+        holder = holder_of(request.client_id, request.lease_ms)
+        wanted = Wanted(request.salt, keys, shared_of(request.shared), tuple(request.peers), request.hold)
+        outcome = await self._service.acquire_waiting(wanted, holder, request.wait_ms)
+        reply = kv_pb2.AcquirePrefixReply(incarnation=self._arena.incarnation)
+        if isinstance(outcome, Acquired):
+            reply.lease_id = outcome.lease_id
+            if request.packed:
+                reply.length = outcome.blocks[0].length
+                reply.offsets.extend([block.offset for block in outcome.blocks])
+                reply.checksums.extend([block.checksum for block in outcome.blocks])
+            else:
+                reply.blocks.extend(_slots(outcome.blocks))
+        return reply
 
     async def ReleaseLease(self, request: kv_pb2.ReleaseLeaseRequest, context: Any) -> kv_pb2.ReleaseLeaseReply:
         """End a lease; unknown ones are fine."""
@@ -54,14 +91,16 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
 
     async def ReserveBlocks(self, request: kv_pb2.ReserveBlocksRequest, context: Any) -> kv_pb2.ReserveBlocksReply:
         """Slots to write into; none if refused. Raises InvalidInput."""
-        _check_salt(request.salt)
-        _check_keys(request.keys, RESERVE_KEYS_MAX)
+        check_salt(request.salt)
+        keys = check_keys(request.keys, RESERVE_KEYS_MAX)
         if request.parent_key:
-            _check_keys([request.parent_key], 1)
+            check_keys([request.parent_key], 1)
         if not request.length:
             raise InvalidInput("a block has at least one byte", param="length")
-        new = NewBlocks(request.salt, request.model_digest, request.parent_key, tuple(request.keys), request.length)
-        outcome = self._service.reserve(new, _holder(request.client_id, request.lease_ms))
+        new = NewBlocks(
+            request.salt, request.model_digest, request.parent_key, keys, request.length, request.parent_salt
+        )
+        outcome = self._service.reserve(new, holder_of(request.client_id, request.lease_ms))
         if not isinstance(outcome, Reserved):
             return kv_pb2.ReserveBlocksReply(incarnation=self._arena.incarnation)
         return kv_pb2.ReserveBlocksReply(
@@ -75,13 +114,14 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
 
     async def EraseSalt(self, request: kv_pb2.EraseSaltRequest, context: Any) -> kv_pb2.EraseSaltReply:
         """Drop a tenant's blocks. Raises InvalidInput, Unavailable."""
-        _check_salt(request.salt)
+        check_salt(request.salt)
         erased = await self._service.erase_salt(request.salt)
         return kv_pb2.EraseSaltReply(blocks=erased.blocks, bytes=erased.bytes_dropped, blocks_left=erased.blocks_left)
 
     async def GetStatistics(self, request: kv_pb2.GetStatisticsRequest, context: Any) -> kv_pb2.Statistics:
         """Counts now."""
         counts, disk = self._service.statistics(), self._service.disk_counts()
+        peers, sent = self._service.peer_counts(), self._peers.counts()
         blocks, size, disk_blocks, disk_bytes = self._service.usage(request.salt) if request.salt else (0, 0, 0, 0)
         return kv_pb2.Statistics(
             slots_total=counts.units_total,
@@ -100,7 +140,56 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
             salt_bytes=size,
             salt_disk_blocks=disk_blocks,
             salt_disk_bytes=disk_bytes,
+            peers=kv_pb2.PeerStatistics(**asdict(peers), sent=sent.sent),
+            holds=sent.holds,
         )
+
+    # For other nodes
+
+    async def Fetch(self, request: kv_pb2.FetchRequest, context: Any) -> AsyncIterator[kv_pb2.FetchPiece]:
+        """Blocks in pieces. Raises InvalidInput."""
+        check_salt(request.salt)
+        keys = check_keys(request.keys, KEYS_MAX)
+        wanted = PeerRequest(request.salt, keys, request.skip, request.wait_ms, shared_of(request.shared), request.hold)
+        async with aclosing(self._peers.send(wanted)) as blocks:
+            async for block in blocks:
+                place = block.place
+                for at in range(0, place.length, PIECE_BYTES):
+                    with self._bytes.view(place.offset + at, min(PIECE_BYTES, place.length - at)) as view:
+                        piece = kv_pb2.FetchPiece(data=bytes(view))
+                    if at == 0:
+                        piece.key, piece.length, piece.checksum = place.key, place.length, place.checksum
+                        piece.model_digest = block.model_digest
+                    yield piece
+
+    async def Snapshot(self, request: kv_pb2.SnapshotRequest, context: Any) -> AsyncIterator[kv_pb2.SnapshotPart]:
+        """All keys, in parts; an empty node sends one empty part. Raises InvalidInput."""
+        size = key_bytes_of(request)
+        keys = self._service.stored_keys()
+        head = kv_pb2.SnapshotPart(
+            node_id=self._announcer.node_id,
+            incarnation=self._arena.incarnation,
+            sequence=self._announcer.sequence,
+            key_bytes=size,
+            total=len(keys),
+        )
+        step = SNAPSHOT_PART_BYTES // size
+        for first in range(0, max(1, len(keys)), step):
+            head.keys = b"".join(key[:size] for key in keys[first : first + step])
+            yield head
+
+    async def HoldPrefix(self, request: kv_pb2.HoldPrefixRequest, context: Any) -> kv_pb2.HoldPrefixReply:
+        """Pin a chain under a handle. Raises InvalidInput."""
+        check_salt(request.salt)
+        keys = check_keys(request.keys, KEYS_MAX)
+        handle = holder_of(request.handle, request.lease_ms, param="handle")
+        blocks = await self._peers.hold(request.salt, keys, handle, request.wait_ms, shared_of(request.shared))
+        return kv_pb2.HoldPrefixReply(blocks=blocks)
+
+    async def ReleaseHold(self, request: kv_pb2.ReleaseHoldRequest, context: Any) -> kv_pb2.ReleaseHoldReply:
+        """End a hold."""
+        self._peers.release_hold(request.salt, request.handle)
+        return kv_pb2.ReleaseHoldReply()
 
 
 def _slots(places: Sequence[BlockPlace]) -> list[kv_pb2.BlockSlot]:
@@ -108,21 +197,3 @@ def _slots(places: Sequence[BlockPlace]) -> list[kv_pb2.BlockSlot]:
         kv_pb2.BlockSlot(key=place.key, offset=place.offset, length=place.length, checksum=place.checksum)
         for place in places
     ]
-
-
-def _holder(client_id: str, lease_ms: int) -> Holder:
-    if not client_id or len(client_id) > CLIENT_ID_CHARACTERS_MAX:
-        raise InvalidInput(f"1 to {CLIENT_ID_CHARACTERS_MAX} characters are expected", param="client_id")
-    return Holder(client_id, lease_ms)
-
-
-def _check_salt(salt: bytes) -> None:
-    if not salt or len(salt) > SALT_BYTES_MAX:
-        raise InvalidInput(f"1 to {SALT_BYTES_MAX} bytes are expected", param="salt")
-
-
-def _check_keys(keys: Sequence[bytes], count_max: int) -> None:
-    if len(keys) > count_max:
-        raise InvalidInput(f"at most {count_max} keys at once", param="keys")
-    if any(len(key) != KEY_BYTES for key in keys):
-        raise InvalidInput(f"a key has {KEY_BYTES} bytes", param="keys")

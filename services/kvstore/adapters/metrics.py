@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -9,18 +10,31 @@ from prometheus_client.registry import Collector
 
 from services.kvstore.domain.records import TableStatistics
 from services.kvstore.operations.disk_tier import DiskCounts
+from services.kvstore.operations.fetch_blocks import PeerCounts
+from services.kvstore.operations.send_blocks import SendCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Where the counts come from when somebody scrapes."""
+
+    table: Callable[[], TableStatistics]
+    disk: Callable[[], DiskCounts]
+    fetched: Callable[[], PeerCounts]
+    sent: Callable[[], SendCounts]
 
 
 class _TableCollector(Collector):
-    def __init__(
-        self, statistics: Callable[[], TableStatistics], disk: Callable[[], DiskCounts], slot_bytes: int
-    ) -> None:
-        self._statistics = statistics
-        self._disk = disk
+    def __init__(self, counts: Counts, slot_bytes: int) -> None:
+        self._counts = counts
         self._slot_bytes = slot_bytes
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._statistics()
+        yield from self._collect_table(self._counts.table())
+        yield from self._collect_disk(self._counts.disk())
+        yield from self._collect_peers(self._counts.fetched(), self._counts.sent())
+
+    def _collect_table(self, counts: TableStatistics) -> Iterator[Metric]:
         memory = GaugeMetricFamily("roundhouse_kv_arena_bytes", "Arena bytes; free + held = all.", labels=["state"])
         for state, units in (
             ("free", counts.units_free),
@@ -39,7 +53,6 @@ class _TableCollector(Collector):
             ("leases_expired", "Leases that ended by time.", counts.leases_expired),
         ):
             yield CounterMetricFamily(f"roundhouse_kv_{name}", text, value=value)
-        yield from self._collect_disk(self._disk())
 
     def _collect_disk(self, counts: DiskCounts) -> Iterator[Metric]:
         yield GaugeMetricFamily("roundhouse_kv_disk_bytes", "Bytes of segment files.", value=counts.bytes_held)
@@ -54,16 +67,23 @@ class _TableCollector(Collector):
         ):
             yield CounterMetricFamily(f"roundhouse_kv_disk_{name}", text, value=value)
 
+    def _collect_peers(self, fetched: PeerCounts, sent: SendCounts) -> Iterator[Metric]:
+        yield GaugeMetricFamily("roundhouse_kv_holds", "Chains pinned by a handle.", value=sent.holds)
+        yield GaugeMetricFamily("roundhouse_kv_peer_keys", "Known keys of other nodes.", value=fetched.known_keys)
+        for name, text, value in (
+            ("fetched", "Blocks taken from other nodes.", fetched.fetched),
+            ("fetched_bytes", "Bytes taken from other nodes.", fetched.bytes_fetched),
+            ("sent", "Blocks given to other nodes.", sent.sent),
+            ("corrupt", "Blocks that came with a wrong checksum.", fetched.corrupt),
+            ("failures", "Exchanges that failed or came too late.", fetched.failures),
+        ):
+            yield CounterMetricFamily(f"roundhouse_kv_peer_{name}", text, value=value)
+
 
 @contextmanager
-def table_metrics(
-    registry: CollectorRegistry,
-    statistics: Callable[[], TableStatistics],
-    disk: Callable[[], DiskCounts],
-    slot_bytes: int,
-) -> Iterator[None]:
+def table_metrics(registry: CollectorRegistry, counts: Counts, slot_bytes: int) -> Iterator[None]:
     """Serve the counts in `registry` while the context is open."""
-    collector = _TableCollector(statistics, disk, slot_bytes)
+    collector = _TableCollector(counts, slot_bytes)
     registry.register(collector)
     try:
         yield

@@ -16,9 +16,9 @@ block's parents are pinned. Not here: bytes, checksums, other tiers. Not thread-
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.kvstore.domain.eviction import Rank, ReuseOrder, rank
 from services.kvstore.domain.leases import Lease, LeaseBook
 from services.kvstore.domain.records import (
+    NOTHING_SHARED,
     ROOT,
     Acquired,
     Block,
@@ -33,12 +33,13 @@ from services.kvstore.domain.records import (
     RefusalReason,
     Refused,
     Reserved,
+    Shared,
     TableStatistics,
     WrittenBlock,
 )
+from services.kvstore.domain.room import Room
+from services.kvstore.domain.salt_book import SaltBook
 from services.kvstore.domain.slot_arena import NoSlot, Slot, SlotArena
-
-GUARANTEED_SHARE = 0.5  # of the arena is divided among the salts in it; a loud tenant can flush the other half only
 
 
 class BlockTable:
@@ -48,35 +49,50 @@ class BlockTable:
         """An empty table over an empty arena."""
         self._arena = arena
         self._leases = LeaseBook(incarnation)
-        self._order = ReuseOrder(self._is_guarded)
-        self._salt_units: dict[bytes, int] = {}
         self._now_ms = 0
         self._blocks: dict[bytes, Block] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}
-        self._by_salt: dict[bytes, dict[bytes, None]] = {}
+        self._salts = SaltBook()
         self._by_offset: dict[int, Block] = {}  # condemned blocks too
+        self._room = Room(arena, self._salts, self._by_offset)
+        self._order = self._room.order
         self._stored: list[bytes] = []
         self._dropped: list[bytes] = []
         self._visible = self._units_pinned = 0
         self._hits = self._misses = self._evictions = self._corrupt = self._expired = 0
 
-    def acquire(self, salt: bytes, keys: Sequence[bytes], holder: Holder, now_ms: int) -> Acquired | Missed:
-        """Lease the longest stored run of `keys`, a chain from the first block of a prompt. O(run)."""
+    def acquire(
+        self, salt: bytes, keys: Sequence[bytes], holder: Holder, now_ms: int, shared: Shared = NOTHING_SHARED
+    ) -> Acquired | Missed:
+        """Lease the longest stored run of `keys`, a chain from the first block of a prompt, as used now. O(run)."""
+        outcome = self.lease(salt, keys, holder, now_ms, shared)
+        found = len(outcome.blocks) if isinstance(outcome, Acquired) else 0
+        for key in keys[:found]:
+            self._blocks[key].uses += 1
+        self._hits += found
+        self._misses += len(keys) - found
+        return outcome
+
+    def lease(
+        self, salt: bytes, keys: Sequence[bytes], holder: Holder, now_ms: int, shared: Shared = NOTHING_SHARED
+    ) -> Acquired | Missed:
+        """As `acquire`, without counting it as a use. O(run)."""
         self.expire(now_ms)
-        run = tuple(self._run(salt, keys))
-        self._hits += len(run)
-        self._misses += len(keys) - len(run)
+        run = tuple(self._run(salt, keys, shared))
         if not run:
             return Missed()
         for block in run:
-            block.uses += 1
             self._pin(block)
         lease = self._leases.open(holder, now_ms, run)
         return Acquired(lease.lease_id, tuple(block.place() for block in run))
 
-    def run_length(self, salt: bytes, keys: Sequence[bytes]) -> int:
+    def run_length(self, salt: bytes, keys: Sequence[bytes], shared: Shared = NOTHING_SHARED) -> int:
         """How many leading `keys` are stored; uses and leases nothing."""
-        return sum(1 for _ in self._run(salt, keys))
+        return sum(1 for _ in self._run(salt, keys, shared))
+
+    def stored_keys(self) -> list[bytes]:
+        """Every visible block. O(blocks)."""
+        return [block.key for block in self._blocks.values() if block.stored]
 
     def hold(self, key: bytes, holder: Holder, now_ms: int) -> Held | Missed:
         """Lease one stored block, and so those above it, without counting it as a use. O(depth)."""
@@ -93,6 +109,11 @@ class BlockTable:
         lease = self._leases.open(holder, now_ms, chain)
         return Held(lease.lease_id, block.place(), block.salt, block.model_digest, block.parent_key)
 
+    def model_digest(self, key: bytes) -> bytes:
+        """The model that made a block; empty if it is not here."""
+        block = self._blocks.get(key)
+        return block.model_digest if block is not None else b""
+
     def is_stored(self, key: bytes, salt: bytes) -> bool:
         """Whether a block is visible for a salt."""
         block = self._blocks.get(key)
@@ -104,7 +125,7 @@ class BlockTable:
 
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt in the table, also those being written, and their bytes."""
-        keys = self._by_salt.get(salt, ())
+        keys = self._salts.keys(salt)
         return len(keys), sum(self._blocks[key].length for key in keys)
 
     def release(self, lease_id: str, now_ms: int) -> None:
@@ -131,6 +152,10 @@ class BlockTable:
             return Refused(reason)
         lease = self._leases.open(holder, now_ms, chain, writing)
         return Reserved(lease.lease_id, tuple(block.place() for block in writing))
+
+    def is_open(self, lease_id: str) -> bool:
+        """Whether a lease has not ended."""
+        return self._leases.find(lease_id) is not None
 
     def places(self, lease_id: str) -> dict[bytes, BlockPlace]:
         """What an open lease gives access to, by key; empty if it has ended."""
@@ -171,7 +196,7 @@ class BlockTable:
     def erase_salt(self, salt: bytes, now_ms: int) -> Erased:
         """Drop every block of a salt, also what is being written. Leased slots are given back with their leases."""
         self.expire(now_ms)
-        blocks = [self._blocks[key] for key in self._by_salt.get(salt, ())]
+        blocks = [self._blocks[key] for key in self._salts.keys(salt)]
         erased = Erased(len(blocks), sum(block.length for block in blocks))
         for block in blocks:
             if self._blocks.get(block.key) is block:
@@ -211,12 +236,14 @@ class BlockTable:
 
     # Finding
 
-    def _run(self, salt: bytes, keys: Iterable[bytes]) -> Iterator[Block]:
+    def _run(self, salt: bytes, keys: Iterable[bytes], shared: Shared) -> Iterator[Block]:
         parent = ROOT
-        for key in keys:
+        for index, key in enumerate(keys):
             block = self._blocks.get(key)
             # Invariant 11: the salt is compared, though the key was made with it.
-            if block is None or not block.stored or block.salt != salt or block.parent_key != parent:
+            if block is None or not block.stored or block.parent_key != parent:
+                return
+            if block.salt != (shared.salt if index < shared.blocks else salt):
                 return
             yield block
             parent = key
@@ -227,7 +254,7 @@ class BlockTable:
         key = new.parent_key
         while key != ROOT:
             block = self._blocks.get(key)
-            if block is None or block.salt != new.salt:
+            if block is None or block.salt not in (new.salt, new.parent_salt):
                 return RefusalReason.PARENT_UNKNOWN
             if block.length != new.length:
                 return RefusalReason.LENGTH_DIFFERS
@@ -267,8 +294,7 @@ class BlockTable:
     def _enter(self, block: Block) -> None:
         self._blocks[block.key] = block
         self._by_offset[block.slot.offset] = block
-        self._salt_units[block.salt] = self._salt_units.get(block.salt, 0) + block.slot.units
-        self._by_salt.setdefault(block.salt, {})[block.key] = None
+        self._salts.add(block)
         self._children.setdefault(block.parent_key, {})[block.key] = None
 
     def _show(self, block: Block, checksum: int) -> None:
@@ -312,47 +338,10 @@ class BlockTable:
 
     def _make_room(self, units: int) -> Slot | NoSlot:
         slot = self._arena.take(units)
-        while isinstance(slot, NoSlot) and self._evict_for(units):
+        while isinstance(slot, NoSlot) and (victims := self._room.victims(units)):
+            self._evict(victims)
             slot = self._arena.take(units)
         return slot
-
-    def _evict_for(self, units: int) -> bool:
-        """Evict the least worth of the class, or all of an extent worth less; False if nothing may go."""
-        own, least = self._order.least(units), self._order.least_of_all()
-        if least is None:
-            return False
-        if own is not least:
-            extent = self._arena.extent_of(least.slot)
-            greatest = self._order.greatest_rank(self._blocks_in(extent))
-            if greatest is not None and (own is None or greatest < rank(own)):
-                self._evict(self._blocks_in(extent))
-                return True
-        if own is not None:
-            self._evict([own])
-            return True
-        return self._evict_any_extent()
-
-    def _evict_any_extent(self) -> bool:
-        """Clear the extent least worth keeping. O(blocks); only for a class that has nothing to give."""
-        candidates: list[tuple[Rank, int]] = []
-        for extent in self._arena.extents:
-            greatest = self._order.greatest_rank(self._blocks_in(extent), guarded=True)
-            if greatest is not None:
-                candidates.append((greatest, extent))
-        if not candidates:
-            return False
-        self._evict(self._blocks_in(min(candidates)[1]))
-        return True
-
-    def _is_guarded(self, salt: bytes) -> bool:
-        """Whether a salt holds no more than its share: half of the arena, divided equally among those in it."""
-        if len(self._salt_units) <= 1:
-            return False
-        share = GUARANTEED_SHARE * self._arena.units_total / len(self._salt_units)
-        return self._salt_units.get(salt, 0) <= share
-
-    def _blocks_in(self, extent: int) -> list[Block]:
-        return [self._by_offset[offset] for offset in self._arena.held_in(extent)]
 
     def _evict(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -372,11 +361,11 @@ class BlockTable:
     def _drop(self, block: Block) -> None:
         assert block.key not in self._children, "a parent never goes before its children"
         del self._blocks[block.key]
-        _remove(self._children, block.parent_key, block.key)
-        _remove(self._by_salt, block.salt, block.key)
-        self._salt_units[block.salt] -= block.slot.units
-        if block.salt not in self._by_salt:
-            del self._salt_units[block.salt]
+        siblings = self._children[block.parent_key]
+        del siblings[block.key]
+        if not siblings:
+            del self._children[block.parent_key]
+        self._salts.remove(block)
         if block.stored:
             self._visible -= 1
             self._dropped.append(block.key)
@@ -388,10 +377,3 @@ class BlockTable:
     def _free(self, block: Block) -> None:
         del self._by_offset[block.slot.offset]
         self._arena.give_back(block.slot)
-
-
-def _remove(groups: dict[bytes, dict[bytes, None]], group: bytes, key: bytes) -> None:
-    members = groups[group]
-    del members[key]
-    if not members:
-        del groups[group]

@@ -13,7 +13,7 @@ given up yields room. Decision: docs/decisions/0054-disk-tier.md.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.kvstore.domain.records import ROOT
+from services.kvstore.domain.records import NOTHING_SHARED, ROOT, Shared
 
 MOVED_SHARE = 0.5  # a segment given up frees at least this share; so each byte is rewritten at most once a byte written
 MOSTLY_DEAD_SHARE = 0.25  # a segment with less alive than this is cheaper to give up than the oldest one
@@ -89,13 +89,11 @@ class DiskIndex:
         return entry is not None and entry.record == record
 
     def may_add(self, record: DiskRecord) -> bool:
-        """Whether the block is new, its parent is here, and its salt has room."""
+        """Whether the block is new, its parent is here, and its salt has room. The table has compared their salts."""
         if record.key in self._entries:
             return False
-        if record.parent_key != ROOT:
-            parent = self._entries.get(record.parent_key)
-            if parent is None or parent.record.salt != record.salt:
-                return False
+        if record.parent_key != ROOT and record.parent_key not in self._entries:
+            return False
         held = self._salt_bytes.get(record.salt, 0)
         return not self._salt_bytes_max or held + record.span <= self._salt_bytes_max
 
@@ -131,12 +129,17 @@ class DiskIndex:
                 return left
             waiting = left
 
-    def run(self, salt: bytes, parent_key: bytes, keys: Sequence[bytes]) -> list[DiskRecord]:
-        """The longest leading run of `keys` below `parent_key` that lies here for this salt (invariant 11)."""
+    def run(
+        self, salt: bytes, keys: Sequence[bytes], have: int = 0, shared: Shared = NOTHING_SHARED
+    ) -> list[DiskRecord]:
+        """The longest run of `keys` after the first `have` that lies here for these salts (invariant 11)."""
         found: list[DiskRecord] = []
-        for key in keys:
+        parent_key = keys[have - 1] if have else ROOT
+        for index, key in enumerate(keys[have:], have):
             entry = self._entries.get(key)
-            if entry is None or entry.record.salt != salt or entry.record.parent_key != parent_key:
+            if entry is None or entry.record.parent_key != parent_key:
+                break
+            if entry.record.salt != shared.salt_at(index, salt):
                 break
             found.append(entry.record)
             parent_key = key

@@ -27,19 +27,38 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """How many leading blocks of a chain lie in a sharing group's space instead of the tenant's own."""
+
+    salt: bytes = b""
+    blocks: int = 0
+
+    def salt_at(self, index: int, own: bytes) -> bytes:
+        """The salt of block `index` of a chain whose own salt is `own`."""
+        return self.salt if index < self.blocks else own
+
+
+NOTHING_SHARED = Shared()
+
+
+@dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """Blocks somebody wants to write: one chain, parents before children, all `length` bytes long."""
+    """Blocks somebody wants to write: one chain, parents before children, all `length` bytes long and of one salt.
+
+    `parent_salt`: what the blocks above may be stored with besides `salt`, that of a sharing group.
+    """
 
     salt: bytes
     model_digest: bytes
     parent_key: bytes  # of keys[0]; ROOT for the first block of a prompt
     keys: tuple[bytes, ...]
     length: int
+    parent_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlock:
-    """What a writer says it wrote, and what is found in the arena; equal unless the block is torn."""
+    """What a block is to be, and what was found in the arena; equal unless it is torn, or not looked at."""
 
     key: bytes
     checksum_claimed: int

@@ -1,7 +1,8 @@
 """Tells the schedulers which blocks this node has, for prefix-aware placement.
 
-Best effort: a message that the bus does not take is lost, and the gap in `sequence` says so. Placement by a stale list
-costs time, never correctness, because every lookup asks the table.
+Best effort: a message that the bus does not take is lost, and the gap in `sequence` says so; when nothing changes, the
+last sequence is repeated every few seconds, so that the loss of the last message is noticed too. Who noticed asks for a
+snapshot. Placement by a stale list costs time, never correctness, because every lookup asks the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,21 @@ class ChangeAnnouncer:
         self._node_id = node_id
         self._incarnation = incarnation
         self._sequence = 0
+
+    @property
+    def node_id(self) -> str:
+        """Whose changes these are."""
+        return self._node_id
+
+    @property
+    def sequence(self) -> int:
+        """Of the last message with changes; 0 before the first."""
+        return self._sequence
+
+    async def repeat(self, bus: EventBus | None) -> None:
+        """Say how far the sequence is."""
+        event = kv_pb2.BlockEvents(node_id=self._node_id, incarnation=self._incarnation, sequence=self._sequence)
+        await _sent(bus, subjects.kv_blocks(self._node_id), event.SerializeToString())
 
     async def announce(self, changes: Changes, bus: EventBus | None) -> int:
         """Send `changes` in order, dropped before stored; returns how many messages were lost."""

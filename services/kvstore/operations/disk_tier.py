@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 import structlog
@@ -21,7 +22,15 @@ import xxhash
 from roundhouse.clock import Clock
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.disk_index import DiskIndex, DiskRecord, NothingToReclaim
-from services.kvstore.domain.records import Held, Holder, NewBlocks, Reserved, WrittenBlock
+from services.kvstore.domain.records import (
+    NOTHING_SHARED,
+    Held,
+    Holder,
+    NewBlocks,
+    Reserved,
+    Shared,
+    WrittenBlock,
+)
 from services.kvstore.ports import BlockArena, BlockLog, DiskFault
 
 log = structlog.get_logger(__name__)
@@ -203,19 +212,18 @@ class DiskTier:
 
     # Disk to memory
 
-    async def promote(self, salt: bytes, keys: Sequence[bytes], wait_ms: int) -> None:
+    async def promote(self, salt: bytes, keys: Sequence[bytes], wait_ms: int, shared: Shared = NOTHING_SHARED) -> None:
         """Bring the run of `keys` that lies on disk into memory, waiting at most `wait_ms`.
 
         What comes later is there for the next caller. Two callers that want the same wait for the same reads.
         """
-        have = self._table.run_length(salt, keys)
-        parent = keys[have - 1] if have else b""
-        records = self._index.run(salt, parent, keys[have:])
+        have = self._table.run_length(salt, keys, shared)
+        records = self._index.run(salt, keys, have, shared)
         if not records:
             return
         task = self._promotions.get(records[0].key)
         if task is None:
-            task = asyncio.create_task(self._promote(records), name="promote blocks")
+            task = asyncio.create_task(self._promote(records, shared.salt), name="promote blocks")
             self._promotions[records[0].key] = task
             task.add_done_callback(partial(self._promoted, records[0].key))
         await asyncio.wait({task}, timeout=wait_ms / 1000)
@@ -223,16 +231,17 @@ class DiskTier:
     def _promoted(self, key: bytes, _: asyncio.Task[None]) -> None:
         del self._promotions[key]
 
-    async def _promote(self, records: Sequence[DiskRecord]) -> None:
-        for first in range(0, len(records), CHUNK_BLOCKS):
-            chunk = records[first : first + CHUNK_BLOCKS]
-            if not await self._promote_chunk(chunk):
-                return
+    async def _promote(self, records: Sequence[DiskRecord], shared_salt: bytes) -> None:
+        for _, same in groupby(records, key=lambda record: record.salt):  # a shared prefix, and then the tenant's own
+            of_salt = list(same)
+            for first in range(0, len(of_salt), CHUNK_BLOCKS):
+                if not await self._promote_chunk(of_salt[first : first + CHUNK_BLOCKS], shared_salt):
+                    return
 
-    async def _promote_chunk(self, chunk: Sequence[DiskRecord]) -> bool:
+    async def _promote_chunk(self, chunk: Sequence[DiskRecord], parent_salt: bytes) -> bool:
         """Whether all of it is in memory now."""
         head, by_key = chunk[0], {record.key: record for record in chunk}
-        new = NewBlocks(head.salt, head.model_digest, head.parent_key, tuple(by_key), head.length)
+        new = NewBlocks(head.salt, head.model_digest, head.parent_key, tuple(by_key), head.length, parent_salt)
         reserved = self._table.reserve(new, DISK_HOLDER, self._now())
         if not isinstance(reserved, Reserved):
             return False

@@ -1,8 +1,9 @@
 """The verbs of the kvstore: the block table plus the bytes it speaks of.
 
-The table decides in one step, without waiting; only checksums of many bytes leave the event loop, and what the table
-thinks of the lease is asked again afterwards. Invariant 11: nothing becomes visible unless the bytes in the arena have
-the checksum that its writer claims.
+The table decides in one step, without waiting. Invariant 11: what becomes visible carries the checksum of what
+its writer meant to write, and whoever copies it out of the arena compares; so bytes are hashed once when they are
+written and once when they are read. Only rechecks of what a reader found to be wrong hash here. Decision:
+docs/decisions/0057-one-checksum.md.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.records import (
+    NOTHING_SHARED,
     Acquired,
     BlockPlace,
     Changes,
@@ -24,10 +26,12 @@ from services.kvstore.domain.records import (
     NewBlocks,
     Refused,
     Reserved,
+    Shared,
     TableStatistics,
     WrittenBlock,
 )
 from services.kvstore.operations.disk_tier import DiskCounts, DiskTier
+from services.kvstore.operations.fetch_blocks import PeerCounts, PeerTier, Wanted
 from services.kvstore.ports import BlockArena, DiskFault
 
 WAIT_MS_MAX = 10_000  # beyond this any prefill is faster
@@ -37,27 +41,50 @@ INLINE_BYTES_MAX = 16 * 1024 * 1024  # about 2 ms of xxh3 (8 GB/s here); more go
 class BlockService:
     """One arena and its table. Times are the clock's monotonic milliseconds."""
 
-    def __init__(self, table: BlockTable, arena: BlockArena, clock: Clock, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        arena: BlockArena,
+        clock: Clock,
+        disk: DiskTier | None = None,
+        peers: PeerTier | None = None,
+    ) -> None:
         """Owns none of them: whoever made the arena closes it."""
         self._table = table
         self._disk = disk
+        self._peers = peers
+        self._news = asyncio.Event()
         self._arena = arena
         self._clock = clock
 
-    def acquire(self, salt: bytes, keys: Sequence[bytes], holder: Holder) -> Acquired | Missed:
+    def acquire(
+        self, salt: bytes, keys: Sequence[bytes], holder: Holder, shared: Shared = NOTHING_SHARED
+    ) -> Acquired | Missed:
         """Lease the longest stored run of `keys` to a reader."""
-        outcome = self._table.acquire(salt, keys, holder, self._now())
+        outcome = self._table.acquire(salt, keys, holder, self._now(), shared)
         if self._disk is not None and isinstance(outcome, Acquired):
             self._disk.note_used([block.key for block in outcome.blocks])
         return outcome
 
-    async def acquire_waiting(
-        self, salt: bytes, keys: Sequence[bytes], holder: Holder, wait_ms: int
-    ) -> Acquired | Missed:
+    async def acquire_waiting(self, wanted: Wanted, holder: Holder, wait_ms: int) -> Acquired | Missed:
         """As `acquire`, after waiting up to `wait_ms` for what slower tiers have. Cancelled, nothing is leased."""
-        if self._disk is not None and wait_ms > 0:
-            await self._disk.promote(salt, keys, min(wait_ms, WAIT_MS_MAX))
-        return self.acquire(salt, keys, holder)
+        wait_ms = min(wait_ms, WAIT_MS_MAX)
+        if wait_ms > 0:
+            until_ms = self._now() + wait_ms
+            await self.promote(wanted.salt, wanted.keys, wait_ms, wanted.shared)
+            if self._peers is not None:
+                await self._peers.fetch(wanted, max(1, until_ms - self._now()))
+        return self.acquire(wanted.salt, wanted.keys, holder, wanted.shared)
+
+    async def promote(self, salt: bytes, keys: Sequence[bytes], wait_ms: int, shared: Shared) -> None:
+        """Wait up to `wait_ms` for what lies on this node's disk."""
+        if self._disk is not None:
+            await self._disk.promote(salt, keys, wait_ms, shared)
+
+    @property
+    def news(self) -> asyncio.Event:
+        """Set once when something becomes visible after this was asked for."""
+        return self._news
 
     async def release(self, lease_id: str, suspected: Sequence[bytes] = ()) -> None:
         """End a lease. Blocks of it that its reader found to be wrong are looked at again first. Idempotent."""
@@ -74,13 +101,17 @@ class BlockService:
         return self._table.reserve(new, holder, self._now())
 
     async def commit(self, lease_id: str, claims: Mapping[bytes, int]) -> Committed:
-        """Publish the blocks whose bytes have the claimed checksum; the reservation ends."""
+        """Publish the blocks of a lease with their writer's checksums; the reservation ends.
+
+        The bytes are not read: every reader checks its own copy, and reports what is wrong."""
         places, parent = self._table.places(lease_id), self._table.parent_of_lease(lease_id)
-        found = await self._checksums([places[key] for key in claims if key in places])
-        written = [WrittenBlock(key, claims[key], checksum) for key, checksum in found.items()]
+        written = [WrittenBlock(key, claim, claim) for key, claim in claims.items() if key in places]
         outcome = self._table.commit(lease_id, written, self._now())
-        if self._disk is not None and outcome.committed:
-            self._disk.note_stored([key for key in places if key in claims], parent)
+        if outcome.committed:
+            if self._disk is not None:
+                self._disk.note_stored([key for key in places if key in claims], parent)
+            news, self._news = self._news, asyncio.Event()
+            news.set()
         return Committed(outcome.committed, len(claims) - outcome.committed)
 
     async def erase_salt(self, salt: bytes) -> Erased:
@@ -88,6 +119,8 @@ class BlockService:
 
         Counts a block once for each tier it was in. Raises Unavailable if the disk refuses: ask again.
         """
+        if self._peers is not None:
+            self._peers.erased(salt)
         places = self._table.places_of(salt)
         erased = self._table.erase_salt(salt, self._now())
         for place in places:  # a reader who still copies finds a wrong checksum, which is a miss
@@ -108,6 +141,14 @@ class BlockService:
     def disk_counts(self) -> DiskCounts:
         """Counts of the disk; all 0 without one."""
         return self._disk.counts() if self._disk is not None else DiskCounts()
+
+    def peer_counts(self) -> PeerCounts:
+        """Counts of the exchange with other nodes; all 0 without it."""
+        return self._peers.counts() if self._peers is not None else PeerCounts()
+
+    def stored_keys(self) -> list[bytes]:
+        """Every block that can be found here. O(blocks)."""
+        return self._table.stored_keys()
 
     def statistics(self) -> TableStatistics:
         """Counts, after ending what is due."""

@@ -72,6 +72,22 @@ class LyingStore(kv_pb2_grpc.KvStoreServicer):
         """Nothing is counted."""
         return kv_pb2.Statistics()
 
+    def Fetch(self, request: Any, context: Any) -> Iterator[kv_pb2.FetchPiece]:
+        """There is no other node."""
+        return iter(())
+
+    def Snapshot(self, request: Any, context: Any) -> Iterator[kv_pb2.SnapshotPart]:
+        """Nor one that asks."""
+        return iter(())
+
+    def HoldPrefix(self, request: Any, context: Any) -> kv_pb2.HoldPrefixReply:
+        """Nothing is held."""
+        return kv_pb2.HoldPrefixReply()
+
+    def ReleaseHold(self, request: Any, context: Any) -> kv_pb2.ReleaseHoldReply:
+        """Nothing was held."""
+        return kv_pb2.ReleaseHoldReply()
+
     def ReserveBlocks(self, request: Any, context: Any) -> kv_pb2.ReserveBlocksReply:
         """Remembered; there is never room."""
         self.reserved.append(request)

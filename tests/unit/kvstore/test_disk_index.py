@@ -33,7 +33,7 @@ def test_a_scan_may_find_children_first() -> None:
     ]
     orphan = DiskRecord(b"orphan", SALT, b"model", b"unknown", 8, 1, 0, 0, SPAN)
     assert found.restore([orphan, *reversed(records)]) == [orphan]
-    assert len(found.run(SALT, b"", keys)) == 3
+    assert len(found.run(SALT, keys)) == 3
 
 
 def test_the_oldest_segment_goes_and_what_was_used_moves() -> None:

@@ -17,6 +17,7 @@ from services.kvstore.domain.disk_index import DiskIndex
 from services.kvstore.domain.records import Acquired, Reserved
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.disk_tier import REST_MS, DiskParts, DiskTier
+from services.kvstore.operations.fetch_blocks import Wanted
 from services.kvstore.operations.serve_blocks import BlockService
 from services.kvstore.ports import DiskFault
 from tests.builders.kv_blocks import HOLDER, OTHER_SALT, SALT, chain, new_blocks
@@ -81,7 +82,7 @@ class Node:
 
     async def found(self, keys: list[bytes], salt: bytes = SALT) -> int:
         """How many leading blocks a patient reader gets; each one is byte for byte what was stored."""
-        outcome = await self.service.acquire_waiting(salt, keys, HOLDER, 10_000)
+        outcome = await self.service.acquire_waiting(Wanted(salt, tuple(keys)), HOLDER, 10_000)
         if not isinstance(outcome, Acquired):
             return 0
         for place in outcome.blocks:
@@ -131,7 +132,8 @@ async def test_without_time_to_wait_the_disk_is_a_miss(node: Node) -> None:
     """wait_ms 0 asks memory only."""
     await node.store_and_use(chain("a", 1))
     await node.start()
-    assert not isinstance(await node.service.acquire_waiting(SALT, chain("a", 1), HOLDER, 0), Acquired)
+    wanted = Wanted(SALT, tuple(chain("a", 1)))
+    assert not isinstance(await node.service.acquire_waiting(wanted, HOLDER, 0), Acquired)
 
 
 async def test_another_salt_finds_nothing_on_disk(node: Node) -> None:

@@ -53,13 +53,17 @@ async def test_blocks_whose_bytes_match_are_published() -> None:
             assert xxhash.xxh3_64_intdigest(view) == place.checksum
 
 
-async def test_a_torn_write_is_rejected_and_counted() -> None:
-    """Invariant 11: one byte differs from what the writer claims, so nobody sees the block."""
+async def test_a_torn_write_carries_the_checksum_of_what_was_meant_and_goes_with_its_first_report() -> None:
+    """Invariant 11: one byte differs from what the writer meant. The reader sees it by the checksum, and reports it."""
     node, keys = Node(), chain("a", 1)
     lease_id, claims = node.write(keys)
     with node.arena.view(0, 1) as view:
         view[0] ^= 1
-    assert await node.service.commit(lease_id, claims) == Committed(0, 1)
+    assert await node.service.commit(lease_id, claims) == Committed(1, 0)
+    lease = node.acquire(keys)
+    with node.arena.view(lease.blocks[0].offset, UNIT) as view:
+        assert xxhash.xxh3_64_intdigest(view) != lease.blocks[0].checksum
+    await node.service.release(lease.lease_id, keys)
     assert node.service.acquire(SALT, keys, HOLDER) == Missed()
     assert node.service.statistics().corrupt == 1
 
@@ -72,10 +76,11 @@ async def test_a_commit_for_another_lease_is_rejected() -> None:
 
 
 async def test_checksums_of_many_bytes_leave_the_loop(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """The same result when the hashing is done in a thread."""
+    """The same result when what a reader reports is hashed in a thread: all 3 are right and stay."""
     monkeypatch.setattr(serve_blocks, "INLINE_BYTES_MAX", 0)
     node, keys = Node(), chain("a", 3)
     await node.store(keys)
+    await node.service.release(node.acquire(keys).lease_id, keys)
     assert len(node.acquire(keys).blocks) == 3
 
 

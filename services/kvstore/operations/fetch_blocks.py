@@ -1,0 +1,219 @@
+"""Brings blocks of other nodes into this node's arena when an engine asks for them and they are nowhere here.
+
+The bytes go from the transport straight into their slots; a block is published only if they have the checksum of its
+first writer (invariant 11). Blocks become visible in growing batches, so that a reader can begin before the last one
+has come. A peer that fails is not asked for a while; every fault is a miss. Whom to ask: those the caller names,
+then those the directory knows. Decision: docs/decisions/0056-peers.md.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import structlog
+import xxhash
+
+from roundhouse.clock import Clock
+from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.peer_directory import PeerDirectory
+from services.kvstore.domain.records import (
+    NOTHING_SHARED,
+    ROOT,
+    BlockPlace,
+    Holder,
+    NewBlocks,
+    Refused,
+    Shared,
+    WrittenBlock,
+)
+from services.kvstore.ports import BlockArena, BlockHead, PeerFault, PeerRequest, PeerTransport
+
+log = structlog.get_logger(__name__)
+
+PEERS_ASKED_MAX = 2  # one after the other; a third would hardly answer within the caller's patience
+FETCH_MS_MAX = 10_000  # of one exchange
+PEER_HOLDER = Holder("peer", 30_000)  # longer than any exchange, so that no slot is another's while bytes still come
+REST_MS = 1_000  # a peer that failed is left alone this long
+ERASED_QUIET_MS = 30_000  # nothing of an erased salt is fetched: the erasure may not have reached every node yet
+BATCH_BLOCKS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCounts:
+    """Blocks and bytes taken from peers, and what went wrong, since the start; `known_keys` now."""
+
+    fetched: int = 0
+    bytes_fetched: int = 0
+    corrupt: int = 0
+    failures: int = 0
+    known_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A chain that an engine asks for. `peers` are addresses to ask first; `hold` is a handle at these."""
+
+    salt: bytes
+    keys: tuple[bytes, ...]
+    shared: Shared = NOTHING_SHARED
+    peers: tuple[str, ...] = ()
+    hold: str = ""
+
+
+class PeerTier:
+    """The other nodes, as a tier below memory and disk. Called on the event loop only."""
+
+    def __init__(
+        self, table: BlockTable, arena: BlockArena, transport: PeerTransport, directory: PeerDirectory, clock: Clock
+    ) -> None:
+        """Owns the fetches that run; whoever made the transport closes it."""
+        self._table, self._arena, self._clock = table, arena, clock
+        self._transport, self._directory = transport, directory
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._resting_until_ms: dict[str, int] = {}
+        self._quiet_until_ms: dict[bytes, int] = {}
+        self._counts = PeerCounts()
+
+    async def fetch(self, wanted: Wanted, wait_ms: int) -> None:
+        """Bring what is missing of a chain, waiting at most `wait_ms`; what comes later is there for the next caller.
+
+        Two callers that miss the same block wait for the same exchange."""
+        have = self._table.run_length(wanted.salt, wanted.keys, wanted.shared)
+        if have == len(wanted.keys) or self._is_quiet(wanted):
+            return
+        asked = self._whom_to_ask(wanted, have)
+        if not asked:
+            return
+        first = wanted.keys[have]
+        task = self._running.get(first)
+        if task is None:
+            task = asyncio.create_task(self._fetch(wanted, asked, wait_ms), name="fetch blocks from peers")
+            self._running[first] = task
+            task.add_done_callback(partial(self._ended, first))
+        await asyncio.wait({task}, timeout=wait_ms / 1000)
+
+    def erased(self, salt: bytes) -> None:
+        """Fetch nothing of a salt for a while."""
+        now_ms = self._clock.monotonic_ms()
+        self._quiet_until_ms = {key: until for key, until in self._quiet_until_ms.items() if until > now_ms}
+        self._quiet_until_ms[salt] = now_ms + ERASED_QUIET_MS
+
+    def counts(self) -> PeerCounts:
+        """Counts now."""
+        return replace(self._counts, known_keys=self._directory.keys_known())
+
+    async def close(self) -> None:
+        """End every exchange."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _ended(self, first: bytes, _: asyncio.Task[None]) -> None:
+        del self._running[first]
+
+    def _is_quiet(self, wanted: Wanted) -> bool:
+        now_ms = self._clock.monotonic_ms()
+        return any(self._quiet_until_ms.get(salt, 0) > now_ms for salt in (wanted.salt, wanted.shared.salt))
+
+    def _whom_to_ask(self, wanted: Wanted, have: int) -> list[str]:
+        now_ms = self._clock.monotonic_ms()
+        known = self._directory.holders(wanted.keys[have:])
+        asked = [address for address in dict.fromkeys((*wanted.peers, *known)) if address]
+        return [address for address in asked if self._resting_until_ms.get(address, 0) <= now_ms][:PEERS_ASKED_MAX]
+
+    async def _fetch(self, wanted: Wanted, asked: Sequence[str], wait_ms: int) -> None:
+        until_ms = self._clock.monotonic_ms() + min(wait_ms, FETCH_MS_MAX)
+        for address in asked:
+            have = self._table.run_length(wanted.salt, wanted.keys, wanted.shared)
+            left_ms = until_ms - self._clock.monotonic_ms()
+            if have == len(wanted.keys) or left_ms <= 0 or self._is_quiet(wanted):
+                return
+            # Only whom the caller named may still be computing; the others have it or do not.
+            patience_ms, hold = (left_ms, wanted.hold) if address in wanted.peers else (0, "")
+            request = PeerRequest(wanted.salt, wanted.keys, have, patience_ms, wanted.shared, hold)
+            await self._fetch_from(address, request)
+
+    async def _fetch_from(self, address: str, request: PeerRequest) -> None:
+        landing = SlotLanding(self._table, self._arena, self._clock, request)
+        try:
+            await self._transport.fetch(address, request, landing, timeout_ms=FETCH_MS_MAX)
+        except PeerFault as fault:
+            self._resting_until_ms[address] = self._clock.monotonic_ms() + REST_MS
+            self._count(failures=1)
+            log.warning("peer_fault", peer=address, text=str(fault))
+        finally:
+            landing.finish()
+            self._count(fetched=landing.blocks, bytes_fetched=landing.nbytes, corrupt=landing.corrupt)
+
+    def _count(self, **more: int) -> None:
+        counts = self._counts
+        self._counts = replace(counts, **{name: getattr(counts, name) + count for name, count in more.items()})
+
+
+class SlotLanding:
+    """`Landing` in the slots of a table: reserves ahead, publishes in batches of 1, 2, 4, … blocks."""
+
+    def __init__(self, table: BlockTable, arena: BlockArena, clock: Clock, request: PeerRequest) -> None:
+        """For the blocks of `request.keys` after the first `request.skip`."""
+        self._table, self._arena, self._clock, self._request = table, arena, clock, request
+        self._next = request.skip
+        self._batch = 1
+        self._lease_id = ""
+        self._places: dict[bytes, BlockPlace] = {}
+        self._written: list[WrittenBlock] = []
+        self._head: BlockHead | None = None
+        self._length = 0
+        self.blocks = self.nbytes = self.corrupt = 0
+
+    def begin(self, head: BlockHead) -> memoryview | None:
+        """See `Landing`. Not wanted: another block than the next one, one that is here by now, one without room."""
+        keys = self._request.keys
+        if self._next >= len(keys) or head.key != keys[self._next] or self.corrupt:
+            return None
+        if head.key not in self._places:
+            self._publish()
+            self._reserve(head)
+        place = self._places.get(head.key)
+        if place is None or place.length != head.length:
+            return None
+        self._head, self._length = head, head.length
+        return self._arena.view(place.offset, place.length)
+
+    def landed(self) -> None:
+        """See `Landing`."""
+        head, self._head = self._head, None
+        assert head is not None
+        place = self._places.pop(head.key)
+        with self._arena.view(place.offset, place.length) as view:
+            found = xxhash.xxh3_64_intdigest(view)
+        self._written.append(WrittenBlock(head.key, head.checksum, found))
+        self.corrupt += found != head.checksum
+        self._next += 1
+        if not self._places:
+            self._publish()
+
+    def finish(self) -> None:
+        """Publish what landed well, give back the rest. Idempotent."""
+        self._publish()
+
+    def _reserve(self, head: BlockHead) -> None:
+        shared, stop = self._request.shared, self._next + self._batch
+        if self._next < shared.blocks:
+            stop = min(stop, shared.blocks)
+        keys = self._request.keys[self._next : stop]
+        parent = self._request.keys[self._next - 1] if self._next else ROOT
+        salt = shared.salt_at(self._next, self._request.salt)
+        new = NewBlocks(salt, head.model_digest, parent, keys, head.length, shared.salt)
+        outcome = self._table.reserve(new, PEER_HOLDER, self._clock.monotonic_ms())
+        if not isinstance(outcome, Refused):
+            self._lease_id = outcome.lease_id
+            self._places = {place.key: place for place in outcome.slots}
+            self._batch = min(2 * self._batch, BATCH_BLOCKS_MAX)
+
+    def _publish(self) -> None:
+        if self._lease_id:
+            outcome = self._table.commit(self._lease_id, self._written, self._clock.monotonic_ms())
+            self.blocks += outcome.committed
+            self.nbytes += outcome.committed * self._length
+        self._lease_id, self._places, self._written = "", {}, []

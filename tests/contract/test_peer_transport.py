@@ -1,0 +1,195 @@
+"""What every way to another node does: over gRPC to a real servicer, and the fake of the tests."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import xxhash
+
+from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
+from services.kvstore.adapters import grpc_servicer
+from services.kvstore.adapters.grpc_peers import GrpcPeers
+from services.kvstore.adapters.grpc_servicer import KvStoreServicer, NodeParts
+from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.records import Reserved
+from services.kvstore.domain.slot_arena import SlotArena
+from services.kvstore.operations.announce_changes import ChangeAnnouncer
+from services.kvstore.operations.send_blocks import PeerService
+from services.kvstore.operations.serve_blocks import BlockService
+from services.kvstore.ports import BlockHead, PeerFault, PeerKeys, PeerRequest, PeerTransport
+from tests.builders.kv_blocks import HOLDER, MODEL, OTHER_SALT, SALT, new_blocks
+from tests.fakes.block_arena import FakeArena
+from tests.fakes.clock import ManualClock
+from tests.fakes.peers import FakePeer, FakePeers
+
+LENGTH = 5_000
+PIECE = 2_048  # three pieces a block
+KEYS = [bytes([number]) * 32 for number in range(4)]
+CONTENT = {key: random.Random(key).randbytes(LENGTH) for key in KEYS}
+
+
+class Basket:
+    """A landing that keeps what comes, up to a number of blocks."""
+
+    def __init__(self, blocks_max: int = 100) -> None:
+        self.blocks_max = blocks_max
+        self.heads: list[BlockHead] = []
+        self.blocks: list[bytearray] = []
+        self.complete = 0
+
+    def begin(self, head: BlockHead) -> memoryview | None:
+        """A place of its own."""
+        if self.complete == self.blocks_max:
+            return None
+        self.heads.append(head)
+        self.blocks.append(bytearray(head.length))
+        return memoryview(self.blocks[-1])
+
+    def landed(self) -> None:
+        """One more."""
+        self.complete += 1
+
+
+@asynccontextmanager
+async def grpc_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
+    """A real server with the 4 blocks."""
+    arena, clock = FakeArena(8 * 8_192), ManualClock()
+    table = BlockTable(SlotArena(8 * 8_192, 8_192, 8_192), "run")
+    service = BlockService(table, arena, clock)
+    reserved = service.reserve(new_blocks(KEYS, length=LENGTH), HOLDER)
+    assert isinstance(reserved, Reserved)
+    for place in reserved.slots:
+        arena.view(place.offset, LENGTH)[:] = CONTENT[place.key]
+    await service.commit(reserved.lease_id, {key: xxhash.xxh3_64_intdigest(CONTENT[key]) for key in KEYS})
+    parts = NodeParts(service, PeerService(table, service, clock), arena, ChangeAnnouncer("n1", "run"), 8_192, "run")
+    server = grpc.aio.server()
+    kv_pb2_grpc.add_KvStoreServicer_to_server(KvStoreServicer(parts), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    transport = GrpcPeers()
+    try:
+        yield transport, f"127.0.0.1:{port}"
+    finally:
+        await transport.close()
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def fake_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
+    """The same blocks."""
+    transport = FakePeers({"peer": FakePeer(SALT, CONTENT)})
+    transport.snapshots["peer"] = PeerKeys("n1", "run", 0, frozenset(KEYS))
+    yield transport, "peer"
+
+
+@pytest.fixture(params=[grpc_peer, fake_peer], ids=["grpc", "fake"])
+async def peer(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[PeerTransport, str]]:
+    """A transport and the address of a peer with 4 blocks of `SALT`."""
+    monkeypatch.setattr(grpc_servicer, "PIECE_BYTES", PIECE)
+    async with request.param() as parts:
+        yield parts
+
+
+async def fetched(
+    peer: tuple[PeerTransport, str], keys: list[bytes], salt: bytes = SALT, skip: int = 0, blocks_max: int = 100
+) -> Basket:
+    """What lands."""
+    basket = Basket(blocks_max)
+    await peer[0].fetch(peer[1], PeerRequest(salt, tuple(keys), skip, 0), basket, timeout_ms=30_000)
+    return basket
+
+
+async def test_blocks_come_whole_in_order_with_their_names(peer: tuple[PeerTransport, str]) -> None:
+    """4 blocks of 5,000 bytes, each with its key, checksum and model."""
+    basket = await fetched(peer, KEYS)
+    assert basket.complete == 4
+    assert [bytes(block) for block in basket.blocks] == [CONTENT[key] for key in KEYS]
+    assert [(head.key, head.length, head.model_digest) for head in basket.heads] == [
+        (key, LENGTH, MODEL) for key in KEYS
+    ]
+    assert basket.heads[0].checksum == xxhash.xxh3_64_intdigest(CONTENT[KEYS[0]])
+
+
+async def test_what_the_caller_has_is_left_out(peer: tuple[PeerTransport, str]) -> None:
+    """Of 4 blocks the caller has 3."""
+    assert [head.key for head in (await fetched(peer, KEYS, skip=3)).heads] == KEYS[3:]
+
+
+async def test_the_run_ends_at_the_first_block_that_is_not_there(peer: tuple[PeerTransport, str]) -> None:
+    """No error: the fifth is missing."""
+    assert (await fetched(peer, [*KEYS, b"x" * 32])).complete == 4
+    assert (await fetched(peer, [b"x" * 32])).complete == 0
+
+
+async def test_another_salt_gets_nothing(peer: tuple[PeerTransport, str]) -> None:
+    """Invariant 11 holds between nodes."""
+    assert (await fetched(peer, KEYS, OTHER_SALT)).complete == 0
+
+
+async def test_a_landing_that_wants_no_more_ends_it(peer: tuple[PeerTransport, str]) -> None:
+    """2 are taken, the third is refused, and that is no fault."""
+    assert (await fetched(peer, KEYS, blocks_max=2)).complete == 2
+
+
+async def test_nobody_there_is_a_fault(peer: tuple[PeerTransport, str]) -> None:
+    """Both questions."""
+    with pytest.raises(PeerFault):
+        await peer[0].fetch("127.0.0.1:1", PeerRequest(SALT, tuple(KEYS), 0, 0), Basket(), timeout_ms=500)
+    with pytest.raises(PeerFault):
+        await peer[0].snapshot("127.0.0.1:1", 8, timeout_ms=500)
+
+
+async def test_a_snapshot_has_every_key_and_its_sequence(peer: tuple[PeerTransport, str]) -> None:
+    """8 bytes of each."""
+    found = await peer[0].snapshot(peer[1], 8, timeout_ms=30_000)
+    assert found == PeerKeys("n1", "run", 0, frozenset(key[:8] for key in KEYS))
+
+
+class BrokenPeer(kv_pb2_grpc.KvStoreServicer):
+    """Sends the pieces it is given."""
+
+    def __init__(self, pieces: list[kv_pb2.FetchPiece]) -> None:
+        self.pieces = pieces
+
+    async def Fetch(self, request: object, context: object) -> AsyncIterator[kv_pb2.FetchPiece]:
+        """As told."""
+        for piece in self.pieces:
+            yield piece
+
+
+def head(length: int, data: bytes) -> kv_pb2.FetchPiece:
+    """The first piece of a block."""
+    return kv_pb2.FetchPiece(key=KEYS[0], length=length, checksum=1, model_digest=MODEL, data=data)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [kv_pb2.FetchPiece(data=b"bytes of nothing")],
+        [head(4, b"too much")],
+        [head(9, b"short")],
+        [head(9, b"short"), head(9, b"another")],
+        [head(4, b"1234"), kv_pb2.FetchPiece(data=b"more")],
+    ],
+    ids=["headless", "too long", "cut", "overtaken", "after the end"],
+)
+async def test_pieces_that_do_not_fit_are_a_fault(pieces: list[kv_pb2.FetchPiece]) -> None:
+    """Nothing is written outside of the block's place, and an incomplete block never lands."""
+    server = grpc.aio.server()
+    broken: kv_pb2_grpc.KvStoreServicer = BrokenPeer(pieces)  # type: ignore[abstract]
+    kv_pb2_grpc.add_KvStoreServicer_to_server(broken, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    transport, basket = GrpcPeers(), Basket()
+    try:
+        request = PeerRequest(SALT, tuple(KEYS), 0, 0)
+        with pytest.raises(PeerFault):
+            await transport.fetch(f"127.0.0.1:{port}", request, basket, timeout_ms=30_000)
+        assert basket.complete <= 1
+    finally:
+        await transport.close()
+        await server.stop(None)
