@@ -13,31 +13,37 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.store import CatalogueReader
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.event_bus import EventBus, connect_bus
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
+from roundhouse.vocabulary import PoolName
 from services.scheduler.adapters.bus_edge import BusGatewayLink, BusHandlers, BusUsageOutlet
 from services.scheduler.adapters.grpc_loaders import GrpcLoaderFleet
 from services.scheduler.adapters.metrics import PrometheusInstruments
 from services.scheduler.adapters.node_bucket import stored_states
+from services.scheduler.adapters.redis_history import RedisHistory
 from services.scheduler.adapters.redis_store import RedisSchedulingStore
 from services.scheduler.domain.placement import ResidencyPolicy
+from services.scheduler.domain.records import Ticket
 from services.scheduler.domain.service import Policy
 from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.completion import Completion
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.nodes import NodeRegistry
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.residency import Residency
 from services.scheduler.operations.submit import Submission
 from services.scheduler.operations.upkeep import Upkeep
-from services.scheduler.ports import CatalogueSource, Instruments, LoaderFleet, SchedulingStore
+from services.scheduler.ports import AuditTrail, CatalogueSource, History, Instruments, LoaderFleet, SchedulingStore
 from services.scheduler.settings import SchedulerSettings
 
 CONDITIONS_MS = 1_000
+HISTORY_MS = 1_000  # arrivals closer than this are one to a forecast
 
 
 def application(settings: SchedulerSettings) -> Application:
@@ -55,7 +61,20 @@ def application(settings: SchedulerSettings) -> Application:
             catalogue = CatalogueReader(redis, bus)
             await catalogue.start(lifecycle)
             store = RedisSchedulingStore(redis, fairness(settings))
-            replica = Replica(settings, Parts(bus, store, catalogue, loaders, SystemClock(), PrometheusInstruments()))
+            clock = SystemClock()
+            replica = Replica(
+                settings,
+                Parts(
+                    bus,
+                    store,
+                    catalogue,
+                    loaders,
+                    clock,
+                    PrometheusInstruments(),
+                    RedisHistory(redis),
+                    BusAuditTrail(bus, clock),
+                ),
+            )
             for state in await stored_states(bus):
                 replica.nodes.seed(state)
             await stack.enter_async_context(replica.running(lifecycle))
@@ -82,6 +101,8 @@ class Parts:
     loaders: LoaderFleet
     clock: Clock
     instruments: Instruments
+    history: History
+    audit: AuditTrail
 
 
 class Replica:
@@ -101,6 +122,10 @@ class Replica:
             cluster=settings.cluster,
             lease_ms=fairness(settings).lease_ms,
         )
+        self.foresight = Foresight(
+            parts.history, pools, clock, instruments, policy=settings.eviction, prewarm=settings.prewarm
+        )
+        self._dispatcher.on_granted = self._note_grant
         self._residency = Residency(
             store,
             pools,
@@ -108,6 +133,8 @@ class Replica:
             self._dispatcher,
             clock,
             instruments,
+            self.foresight,
+            parts.audit,
             owner=settings.instance_id,
             policy=ResidencyPolicy(quantum_ms=round(settings.rotation_seconds * 1000)),
             load_deadline_ms=round(settings.load_deadline_seconds * 1000),
@@ -115,16 +142,20 @@ class Replica:
         self._upkeep = Upkeep(store, pools, self._dispatcher, self._residency, clock, instruments)
         self._dispatcher.on_cold = self._upkeep.hurry
         self.nodes.listen(self._dispatcher.wake)
-        submission = Submission(store, pools, self._dispatcher, clock, instruments)
+        submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight)
         self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
-        completion = Completion(store, self._dispatcher, clock, instruments, self._broken)
+        completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight)
         self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes)
+
+    def _note_grant(self, pool: PoolName, ticket: Ticket) -> None:
+        self.foresight.granted(pool, ticket.version, ticket.granted_ms - ticket.enqueued_ms)
 
     @asynccontextmanager
     async def running(self, lifecycle: Lifecycle) -> AsyncIterator[None]:
         """Take work while the context is open."""
         lifecycle.spawn(self._dispatcher.run(), "dispatch")
         lifecycle.spawn(self._upkeep.run(), "upkeep")
+        lifecycle.every(HISTORY_MS, self.foresight.turn, "history")
         subscriptions = await self._handlers.subscribe()
         try:
             yield

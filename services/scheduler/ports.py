@@ -3,7 +3,7 @@
 Each fake passes the contract suite of the real adapter.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from services.scheduler.domain.records import (
     VersionKey,
 )
 from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder
+from services.scheduler.domain.warmth.autoscale import PoolSignal
 from services.scheduler.domain.warmth.history import Entry
 
 
@@ -124,6 +125,16 @@ class History(Protocol):
         ...
 
 
+class AuditTrail(Protocol):
+    """Tells operators what was done, and why."""
+
+    async def record(
+        self, what: str, *, actor: str, subject: str, reason: str = "", details: Mapping[str, str] | None = None
+    ) -> None:
+        """Write one event. Never raises for a missing bus: what was done stays done, and the log has it."""
+        ...
+
+
 class CatalogueSource(Protocol):
     """The catalogue as this process knows it."""
 
@@ -206,4 +217,8 @@ class Instruments(Protocol):
 
     def observed(self, pool: PoolName, state: PoolState) -> None:
         """The queues as just read."""
+        ...
+
+    def planned(self, pool: PoolName, signal: PoolSignal) -> None:
+        """What an autoscaler needs to know of a pool, every few seconds."""
         ...

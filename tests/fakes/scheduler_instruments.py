@@ -4,6 +4,7 @@ from collections import Counter
 
 from roundhouse.vocabulary import PoolName
 from services.scheduler.domain.records import PoolState, Ticket
+from services.scheduler.domain.warmth.autoscale import PoolSignal
 
 
 class CountingInstruments:
@@ -11,6 +12,7 @@ class CountingInstruments:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.signals: dict[PoolName, PoolSignal] = {}
 
     def refused(self, pool: PoolName, reason: str) -> None:
         self.counts[f"refused {reason}"] += 1
@@ -26,3 +28,6 @@ class CountingInstruments:
 
     def observed(self, pool: PoolName, state: PoolState) -> None:
         self.counts["observed"] += 1
+
+    def planned(self, pool: PoolName, signal: PoolSignal) -> None:
+        self.signals[pool] = signal

@@ -4,7 +4,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from roundhouse.telemetry import REGISTRY
 from roundhouse.vocabulary import PoolName
+from services.scheduler.adapters.pool_signals import PoolSignals
 from services.scheduler.domain.records import PoolState, Ticket, model_of
+from services.scheduler.domain.warmth.autoscale import PoolSignal
 
 _WAITING = Gauge(
     "roundhouse_scheduler_waiting", "Requests in the queues", ["pool", "model", "priority_class"], registry=REGISTRY
@@ -28,6 +30,7 @@ class PrometheusInstruments:
 
     def __init__(self) -> None:
         self._shown: dict[PoolName, set[tuple[str, str]]] = {}
+        self._signals = PoolSignals()
 
     def refused(self, pool: PoolName, reason: str) -> None:
         """See `Instruments.refused`."""
@@ -58,6 +61,10 @@ class PrometheusInstruments:
             _WAITING.labels(pool, *labels).set(waiting)
         self._shown[pool] = set(depths)
         _RUNNING.labels(pool).set(sum(state.in_use.values()))
+
+    def planned(self, pool: PoolName, signal: PoolSignal) -> None:
+        """See `Instruments.planned`."""
+        self._signals.show(pool, signal)
 
     def _known(self, pool: PoolName) -> str:
         return pool if pool in self._shown else "unknown"  # a pool that callers make up is no series

@@ -12,6 +12,7 @@ from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.scheduler.domain.records import Ending, Progress, Settled, Tokens, attempt_id
 from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.pools import DEFAULT_POOL
 from services.scheduler.ports import Instruments, SchedulingStore
 
@@ -26,9 +27,11 @@ class Completion:
         clock: Clock,
         instruments: Instruments,
         broken: BrokenInstances,
+        foresight: Foresight,
     ) -> None:
         self._store = store
         self._broken = broken
+        self._foresight = foresight
         self._dispatcher = dispatcher
         self._clock = clock
         self._instruments = instruments
@@ -49,6 +52,7 @@ class Completion:
                     await self._broken.report(pool, NodeId(report.node_id), answer.version, report.run_ms)
             for report, answer in settled:
                 self._instruments.ended(pool, Outcome.from_wire(report.outcome))
+                self._foresight.ended(pool, answer.version, report.run_ms)
                 self._dispatcher.wake(pool, answer.version)
 
     async def cancelled(self, cancel: wire.Cancel) -> None:

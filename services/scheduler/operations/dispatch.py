@@ -52,6 +52,8 @@ class Dispatcher:
         self._woken = asyncio.Event()
         self._acknowledged: dict[PoolName, list[AttemptId]] = {}
         self._deliveries: set[asyncio.Task[None]] = set()
+        self.on_granted: Callable[[PoolName, Ticket], None] = lambda pool, ticket: None
+        """Called for each grant that this replica took."""
         self.on_cold: Callable[[], None] = lambda: None
         """Called when something is wanted that no instance serves, so that placement need not wait for its tick."""
 
@@ -96,6 +98,7 @@ class Dispatcher:
             self.wake(pool)
         for ticket in taken.granted:
             self._instruments.granted(pool, ticket)
+            self.on_granted(pool, ticket)
         self.deliver(pool, (*taken.granted, *taken.refused))
 
     def deliver(self, pool: PoolName, tickets: Iterable[Ticket]) -> None:

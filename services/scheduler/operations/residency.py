@@ -3,13 +3,16 @@
 `consider` takes a snapshot, plans and acts; it never waits for a load. Each load runs in a task of its own and keeps
 its claim and drain marks alive until the node has said what is loaded now: only then may another plan count on that
 memory.
+While nothing waits for a load it begins those that the forecast says would pay. What leaves and what is loaded goes
+into the audit stream with its reason.
 A load that fails is tried again after a pause; after `LOAD_TRIES` everything that waits for it is refused with the
 cause, and what could not live to see the next try is refused at once (case B18).
 """
 
 import asyncio
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -34,8 +37,9 @@ from services.scheduler.domain.records import (
 from services.scheduler.domain.residency import Claimed, ClaimOrder, DrainOrder
 from services.scheduler.domain.viability import BackingOff, viability
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.pools import Pools
-from services.scheduler.ports import Instruments, LoaderFleet, SchedulingStore
+from services.scheduler.ports import AuditTrail, Instruments, LoaderFleet, SchedulingStore
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +67,7 @@ class _Running:
     load: Load
     renewed_ms: int
     task: asyncio.Task[None] | None = None
+    promoted: bool = False  # a pre-warm that a request has come to wait for, and whose loader was told so
 
 
 class Residency:
@@ -76,6 +81,8 @@ class Residency:
         dispatcher: Dispatcher,
         clock: Clock,
         instruments: Instruments,
+        foresight: Foresight,
+        audit: AuditTrail,
         *,
         owner: str,
         policy: ResidencyPolicy,
@@ -87,11 +94,14 @@ class Residency:
         self._dispatcher = dispatcher
         self._clock = clock
         self._instruments = instruments
+        self._foresight = foresight
+        self._audit = audit
         self._owner = owner
         self._policy = policy
         self._load_deadline_ms = load_deadline_ms
         self._running: dict[tuple[PoolName, VersionKey], _Running] = {}
         self._one_at_a_time: dict[PoolName, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._asides: set[asyncio.Task[None]] = set()  # audit events and promotions on their way
 
     async def consider(self, pool: PoolName) -> None:
         """Plan and act until nothing more can be begun now. Raises Unavailable; what was begun ends by itself."""
@@ -103,7 +113,7 @@ class Residency:
 
     async def _consider_once(self, pool: PoolName) -> bool:
         """One plan; whether it changed what the next one would be. A claim is only good for the plan it is from."""
-        view = await self._pools.refresh(pool)
+        view = replace(await self._pools.refresh(pool), worth=self._foresight.worth(pool))
         self._instruments.observed(pool, view.state)
         now_ms = self._clock.now_ms()
         decided = plan(view, self._policy, now_ms)
@@ -117,11 +127,46 @@ class Residency:
             return True
         for deferred in decided.deferred:
             log.debug("demand_deferred", pool=pool, model=model_of(deferred.version), reason=deferred.reason)
-        return bool(decided.loads) and not decided.rotations and await self._begin(pool, decided.loads[0], view.state)
+        self._promote(pool, view)
+        if not decided.loads:
+            return not decided.rotations and not decided.deferred and await self._prewarm(pool, view)
+        return not decided.rotations and await self._begin(pool, decided.loads[0], view)
+
+    async def _prewarm(self, pool: PoolName, view: PoolView) -> bool:
+        """Begin the best load that the forecast asks for, one at a time a node; whether one was begun."""
+        now_ms = self._clock.now_ms()
+        loading = {claim.node_id for claim in view.state.loads.values() if claim.until_ms > now_ms}
+        for load in self._foresight.moves(view, pool):
+            if load.node_id not in loading and await self._begin(pool, load, view):
+                self._foresight.plan_again(pool)
+                return True
+        return False
+
+    def _promote(self, pool: PoolName, view: PoolView) -> None:
+        """Tell the loader of a pre-warm that a request waits for it now, so that it goes before other pre-warms."""
+        for version in {depth.version for depth in view.state.depths}:
+            running = self._running.get((pool, version))
+            if running is not None and running.load.reason == "prewarm" and not running.promoted:
+                running.promoted = True
+                self._aside(self._join(replace(running.load, victims=(), reason="demand")))
+
+    async def _join(self, load: Load) -> None:
+        state = self._pools.nodes.state(load.node_id)
+        if state is None:
+            return
+        try:
+            await self._until_ready(state.loader_address, self._request(load))
+        except RoundhouseError as error:
+            log.info("promotion_failed", model=model_of(load.version), error=error.message)
+
+    def _aside(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name="residency-aside")
+        self._asides.add(task)
+        task.add_done_callback(self._asides.discard)
 
     async def stop(self) -> None:
         """Stop following loads; they go on at their loaders, and other replicas see what becomes of them."""
-        tasks = [each.task for each in self._running.values() if each.task is not None]
+        tasks = [each.task for each in self._running.values() if each.task is not None] + list(self._asides)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -137,9 +182,9 @@ class Residency:
         answer = await self._store.begin_drain(pool, order, now_ms)
         return isinstance(answer, Draining) and (rotate or answer.in_use == 0)
 
-    async def _begin(self, pool: PoolName, load: Load, state: PoolState) -> bool:
+    async def _begin(self, pool: PoolName, load: Load, view: PoolView) -> bool:
         """Claim the load and close its victims; then follow it. Gives all back if a victim is used again: False."""
-        now_ms = self._clock.now_ms()
+        now_ms, state = self._clock.now_ms(), view.state
         claim = LoadClaim(load.node_id, self._owner, now_ms + HOLD_MS, load.bytes)
         order = ClaimOrder(load.version, claim, state.revision)
         if not isinstance(await self._store.claim_load(pool, order, now_ms), Claimed):
@@ -153,10 +198,23 @@ class Residency:
             await self._give_back(pool, load)
             await self._store.release_load(pool, load.version, load.node_id, self._owner, before, now_ms)
             return False
+        self._tell_evictions(pool, load, view, now_ms)
         running = _Running(load, now_ms)
         self._running[(pool, load.version)] = running
         running.task = asyncio.create_task(self._follow(pool, load), name="load")
         return True
+
+    def _tell_evictions(self, pool: PoolName, load: Load, view: PoolView, now_ms: int) -> None:
+        node = next(each for each in view.nodes if each.node_id == load.node_id)
+        for victim in load.victims:
+            reason = self._foresight.explain_victim(pool, node, victim.version, now_ms)
+            details = {"pool": pool, "node": load.node_id, "for": model_of(load.version), "because": load.reason}
+            self._aside(
+                self._audit.record(
+                    "evict", actor=self._owner, subject=model_of(victim.version), reason=reason, details=details
+                )
+            )
+            self._foresight.evicted(pool, node, victim.version, now_ms)
 
     async def _give_back(self, pool: PoolName, load: Load) -> None:
         for victim in load.victims:
@@ -175,6 +233,7 @@ class Residency:
     async def _follow(self, pool: PoolName, load: Load) -> None:
         """One load from claim to release. Cancelled: the claim ends by itself, the load goes on at its loader."""
         failure: RoundhouseError | None = None
+        begun_ms = self._clock.now_ms()
         try:
             await self._ensure_loaded(load)
         except RoundhouseError as error:
@@ -184,6 +243,19 @@ class Residency:
             "load_ended", model=model_of(load.version), node=load.node_id, error=failure.message if failure else ""
         )
         self._instruments.load_ended(pool, model_of(load.version), _outcome(failure))
+        details = {
+            "pool": pool,
+            "node": load.node_id,
+            "outcome": _outcome(failure),
+            "took_ms": str(ended_ms - begun_ms),
+        }
+        if failure is not None:
+            details["error"] = failure.message
+        self._aside(
+            self._audit.record(
+                "load", actor=self._owner, subject=model_of(load.version), reason=load.reason, details=details
+            )
+        )
         await self._await_fresh_state(load, failed=failure is not None, since_ms=ended_ms)
         try:
             await self._give_back(pool, load)
@@ -199,13 +271,6 @@ class Residency:
         state = self._pools.nodes.state(load.node_id)
         if state is None:
             raise Unavailable(f"node {load.node_id} has gone")
-        request = loading_pb2.EnsureLoadedRequest(
-            version=_wire_version(load.version),
-            generation=self._clock.now_ms(),  # later commands win, also after the store lost its memory
-            unload_first=[_wire_version(victim.version) for victim in load.victims],
-            deadline_ms=self._load_deadline_ms,
-            reason=load.reason,
-        )
         log.info(
             "load_begun",
             model=model_of(load.version),
@@ -213,7 +278,9 @@ class Residency:
             victims=[model_of(victim.version) for victim in load.victims],
             reason=load.reason,
         )
-        following = asyncio.create_task(self._until_ready(state.loader_address, request), name="load-progress")
+        following = asyncio.create_task(
+            self._until_ready(state.loader_address, self._request(load)), name="load-progress"
+        )
         begun_ms = self._clock.now_ms()
         try:
             while not (await asyncio.wait([following], timeout=STUCK_CHECK_S))[0]:
@@ -223,6 +290,15 @@ class Residency:
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+    def _request(self, load: Load) -> loading_pb2.EnsureLoadedRequest:
+        return loading_pb2.EnsureLoadedRequest(
+            version=_wire_version(load.version),
+            generation=self._clock.now_ms(),  # later commands win, also after the store lost its memory
+            unload_first=[_wire_version(victim.version) for victim in load.victims],
+            deadline_ms=self._load_deadline_ms,
+            reason=load.reason,
+        )
 
     def _victims_stay(self, load: Load) -> bool:
         """Whether the node still says that it unloads a victim: its Triton may never confirm it."""

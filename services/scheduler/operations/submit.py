@@ -24,10 +24,10 @@ from services.scheduler.domain.records import (
 )
 from services.scheduler.domain.viability import BackingOff, NoNode, TooBig, Viable, viability
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.foresight import Foresight, expected_load_ms
 from services.scheduler.operations.pools import DEFAULT_POOL, Pools
 from services.scheduler.ports import Instruments, SchedulingStore
 
-DISK_BYTES_PER_MS = 2_000_000  # 2 GB/s from NVMe (ARCHITECTURE.md, "The problem"): a load nobody has seen yet
 RETRY_SOON_MS = 1_000  # a guess: catalogue and node states arrive within a second
 
 
@@ -35,13 +35,20 @@ class Submission:
     """Answers `work.submit`. Idempotent by attempt."""
 
     def __init__(
-        self, store: SchedulingStore, pools: Pools, dispatcher: Dispatcher, clock: Clock, instruments: Instruments
+        self,
+        store: SchedulingStore,
+        pools: Pools,
+        dispatcher: Dispatcher,
+        clock: Clock,
+        instruments: Instruments,
+        foresight: Foresight,
     ) -> None:
         self._store = store
         self._pools = pools
         self._dispatcher = dispatcher
         self._clock = clock
         self._instruments = instruments
+        self._foresight = foresight
 
     async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
         """Queue a request or say why not. Never raises for a store that is away: that is a refusal too."""
@@ -69,7 +76,7 @@ class Submission:
                 wait_ms = max(1, retry_at_ms - self._clock.now_ms())
                 return _refused(wire.Refused.REASON_UNAVAILABLE, f"the model failed to load: {cause}", wait_ms)
             case Viable(slots):
-                cold_ms = 0 if slots else _expected_load_ms(view, spec)
+                cold_ms = 0 if slots else expected_load_ms(view, spec)
                 return await self._enqueue(
                     request, _entry(request, catalogue), _room(catalogue, request, slots, cold_ms)
                 )
@@ -82,6 +89,7 @@ class Submission:
             return _refused(wire.Refused.REASON_UNAVAILABLE, "the queues cannot be reached now", RETRY_SOON_MS)
         match answer:
             case Queued(position, wait_ms):
+                self._foresight.arrived(pool, entry.version)
                 self._dispatcher.wake(pool, entry.version)
                 cold = not room.slots
                 return wire.SubmitReply(accepted=wire.Accepted(position=position, estimated_wait_ms=wait_ms, cold=cold))
@@ -137,13 +145,6 @@ def _room(catalogue: Catalogue, request: wire.SubmitRequest, slots: int, cold_ms
     name = TenantId(request.tenant_id)
     tenant = catalogue.tenants.get(name) or Tenant(name=name)
     return Room(tenant.limits.queued_requests, slots, cold_ms)
-
-
-def _expected_load_ms(view: PoolView, spec: VersionSpec) -> int:
-    """What the last load of the version took on any node of the pool; else its bytes at NVMe speed."""
-    found = (node.find(spec.version) for node in view.nodes)
-    took = [each.stage_ms + each.load_ms for each in found if each is not None and each.load_ms]
-    return min(took, default=spec.device_bytes // DISK_BYTES_PER_MS)
 
 
 def _refused(reason: "wire.Refused.Reason.ValueType", message: str, retry_after_ms: int = 0) -> wire.SubmitReply:

@@ -11,6 +11,8 @@ from roundhouse.lifecycle import Lifecycle
 from services.scheduler.app import Parts, Replica
 from services.scheduler.ports import SchedulingStore
 from services.scheduler.settings import SchedulerSettings
+from tests.fakes.audit_trail import RecordedAudit
+from tests.fakes.history import InMemoryHistory
 from tests.fakes.scheduler_instruments import CountingInstruments
 from tests.simulation.scheduler.mesh import FakeGateway, FakeLoaders, FakeNode, FixedCatalogue, catalogue
 
@@ -24,6 +26,8 @@ class World:
         self.loaders = FakeLoaders()
         self.gateways: list[FakeGateway] = []
         self.instruments = CountingInstruments()
+        self.history = InMemoryHistory()
+        self.audit = RecordedAudit()
         self._running: list[asyncio.Task[None]] = []
         self._replicas: list[tuple[Lifecycle, asyncio.TaskGroup, AsyncExitStack]] = []
 
@@ -79,10 +83,20 @@ class RunningReplica:
 
     async def _run(self) -> None:
         world = self._world
-        parts = Parts(world.bus, world.store, world.source, world.loaders, world.clock, world.instruments)
+        parts = Parts(
+            world.bus,
+            world.store,
+            world.source,
+            world.loaders,
+            world.clock,
+            world.instruments,
+            world.history,
+            world.audit,
+        )
         async with asyncio.TaskGroup() as tasks:
             lifecycle = Lifecycle(tasks)
-            async with Replica(self._settings, parts).running(lifecycle):
+            self.replica = Replica(self._settings, parts)
+            async with self.replica.running(lifecycle):
                 self.started.set()
                 await lifecycle.stopping.wait()
 
