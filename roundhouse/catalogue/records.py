@@ -40,6 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     queued_requests: int = 256
+    queued_tokens: int = 2_000_000
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,12 +64,13 @@ class Shape(BaseModel):
 
 
 class LimitsShape(Shape):
-    """Limits of a tenant; a missing key is no limit, but queued requests are always limited."""
+    """Limits of a tenant; a missing key is no limit, but what is queued is always limited."""
 
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
     queued_requests: Count = 256  # a guess: a minute of work for one busy instance
+    queued_tokens: Positive = 2_000_000  # input + allowed output; a guess: 256 long requests
 
 
 class BudgetShape(Shape):

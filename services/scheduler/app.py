@@ -29,7 +29,6 @@ from services.scheduler.adapters.redis_history import RedisHistory
 from services.scheduler.adapters.redis_store import RedisSchedulingStore
 from services.scheduler.domain.placement import ResidencyPolicy
 from services.scheduler.domain.records import Ticket
-from services.scheduler.domain.service import Policy
 from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.completion import Completion
 from services.scheduler.operations.dispatch import Dispatcher
@@ -40,7 +39,7 @@ from services.scheduler.operations.residency import Residency
 from services.scheduler.operations.submit import Submission
 from services.scheduler.operations.upkeep import Upkeep
 from services.scheduler.ports import AuditTrail, CatalogueSource, History, Instruments, LoaderFleet, SchedulingStore
-from services.scheduler.settings import SchedulerSettings
+from services.scheduler.settings import SchedulerSettings, device_time_pools, fairness
 
 CONDITIONS_MS = 1_000
 HISTORY_MS = 1_000  # arrivals closer than this are one to a forecast
@@ -60,7 +59,7 @@ def application(settings: SchedulerSettings) -> Application:
             stack.push_async_callback(loaders.close)
             catalogue = CatalogueReader(redis, bus)
             await catalogue.start(lifecycle)
-            store = RedisSchedulingStore(redis, fairness(settings))
+            store = RedisSchedulingStore(redis, fairness(settings), device_time_pools(settings))
             clock = SystemClock()
             replica = Replica(
                 settings,
@@ -84,11 +83,6 @@ def application(settings: SchedulerSettings) -> Application:
             yield
 
     return run
-
-
-def fairness(settings: SchedulerSettings) -> Policy:
-    """The queue's policy of these settings."""
-    return Policy(lease_ms=round(settings.lease_seconds * 1000))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,15 @@ Hypothesis drives both with one sequence of commands on virtual time and compare
 import asyncio
 import itertools
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from roundhouse.errors import Unavailable
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, TenantId
 from services.scheduler.adapters.redis_store import RedisSchedulingStore, pool_prefix
@@ -39,7 +42,9 @@ TENANTS = [TenantId("a"), TenantId("a:b"), TenantId("ü|{x}")]
 VERSIONS = [version_key("m", "sha256:1"), version_key("m:1", "sha256:1"), version_key("ö@x", "sha256:2", "a-b")]
 NODES = [NodeId("n"), NodeId("n:1"), NodeId("é")]
 ATTEMPTS = [AttemptId(f"r{number}/1") for number in range(12)]
-POLICY = Policy(lease_ms=3_000, retry_ms=400, delivery_ms_max=1_500, tombstone_ms=10**9)
+POLICY = Policy(
+    lease_ms=3_000, retry_ms=400, delivery_ms_max=1_500, tombstone_ms=10**9, overload_ms=700, batch_pause_ms=2_000
+)
 pools = itertools.count()
 
 tokens = st.integers(0, 2_000)
@@ -61,13 +66,14 @@ class BothStores(RuleBasedStateMachine):
     """One command sequence on two stores."""
 
     url = ""
+    policy = POLICY
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.redis = self.runner.run(self._open())
-        self.real = RedisSchedulingStore(self.redis, POLICY)
-        self.fake = InMemorySchedulingStore(POLICY)
+        self.real = RedisSchedulingStore(self.redis, self.policy)
+        self.fake = InMemorySchedulingStore(self.policy)
         self.pool = PoolName(f"pool {next(pools)}}}")
         self.now_ms = 1_800_000_000_000
         self.fresh = 0
@@ -86,11 +92,21 @@ class BothStores(RuleBasedStateMachine):
         return answers[0]
 
     async def _both(self, real: Awaitable[object], fake: Awaitable[object]) -> tuple[object, object]:
-        return await real, await fake
+        return await _outcome(real), await _outcome(fake)
 
     @rule(milliseconds=st.sampled_from([1, 50, 400, 1_000, 3_000]))
     def wait(self, milliseconds: int) -> None:
         self.now_ms += milliseconds
+
+    @rule(behind_ms=st.sampled_from([500, 751, 2_000]), version=versions, node=nodes)
+    def wake_from_a_freeze(self, behind_ms: int, version: Any, node: NodeId) -> None:
+        """A caller whose time is over a quarter of the lease behind gets nothing."""
+        these, then_ms = [Offer(instance_key(node, version), version, 2)], self.now_ms - behind_ms
+        self.same(self.real.take(self.pool, these, 1, then_ms), self.fake.take(self.pool, these, 1, then_ms))
+        claim = ClaimOrder(
+            version, LoadClaim(node, "x", then_ms + 1_000, 7), self.fake.queue(self.pool).residency.revision
+        )
+        self.same(self.real.claim_load(self.pool, claim, then_ms), self.fake.claim_load(self.pool, claim, then_ms))
 
     @rule(
         attempt=attempts,
@@ -100,7 +116,7 @@ class BothStores(RuleBasedStateMachine):
         size=st.tuples(tokens, tokens),
         patience=st.sampled_from([0, 300, 2_000, 2_000, 60_000]),
         weight=st.sampled_from([1, 333, 1_000, 7_000]),
-        room=st.builds(Room, st.integers(0, 4), st.integers(0, 3), st.sampled_from([0, 0, 500])),
+        room=st.builds(Room, st.integers(0, 4), st.integers(0, 3), st.sampled_from([0, 0, 500]), tokens),
         cached=warm,
     )
     def enqueue(
@@ -258,14 +274,17 @@ class BothStores(RuleBasedStateMachine):
             assert real.get("pf", 0) == queues.pass_floor_milli
             assert real.get("rn", 0) == queues.running
             assert real.get("ra", 0) == queues.average_run_milli
+            assert real.get("ro", 0) == queues.average_output_milli
             for number, lane in enumerate(queues.lanes.values(), start=1):
                 assert real.get(f"p{number}", 0) == lane.pass_milli
                 accounts = self.runner.run(self._numbers(f"acc:{number}:{version}"))
                 assert accounts.pop("floor", 0) == lane.floor_milli
+                assert accounts.pop("turns", 0) == lane.turns
                 expected = {}
                 for tenant, account in lane.accounts.items():
                     expected[f"s:{tenant}"] = account.service_milli
                     expected[f"e:{tenant}"] = account.epoch
+                    expected[f"g:{tenant}"] = account.turn
                     expected[f"o:{tenant}"] = account.average_output_milli
                     expected[f"c:{tenant}"] = account.average_cost_milli
                 assert {k: v for k, v in accounts.items() if v} == {k: v for k, v in expected.items() if v}
@@ -276,18 +295,31 @@ class BothStores(RuleBasedStateMachine):
 
     @invariant()
     def same_state(self) -> None:
+        backlog = self.fake.queue(self.pool)._backlog.snapshot()
+        expected = {f"n:{tenant}": count for tenant, (count, _) in backlog.items()}
+        expected |= {f"t:{tenant}": size for tenant, (_, size) in backlog.items()}
+        assert self.runner.run(self._numbers("queued")) == expected
         self.same(self.real.snapshot(self.pool, self.now_ms), self.fake.snapshot(self.pool, self.now_ms))
 
 
-def test_redis_decides_as_the_fair_queue_does(redis_url: str) -> None:
+@pytest.mark.parametrize(("device_time", "examples"), [(False, 60), (True, 20)])
+def test_redis_decides_as_the_fair_queue_does(redis_url: str, device_time: bool, examples: int) -> None:
     """Any sequence of verbs gets the same answers from Redis and from the pure queue."""
     BothStores.url = redis_url
+    BothStores.policy = replace(POLICY, device_time=device_time)
     run_state_machine_as_test(
         BothStores,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+async def _outcome(answer: Awaitable[object]) -> object:
+    try:
+        return await answer
+    except Unavailable:
+        return Unavailable
 
 
 async def test_both_drop_a_refund_from_before_a_lift(redis_url: str) -> None:
@@ -316,5 +348,5 @@ async def test_both_drop_a_refund_from_before_a_lift(redis_url: str) -> None:
             await store.enqueue(pool, entry(f"a{number + 3}", "a"), room, now_ms)
         accounts.append([t.attempt for t in (await store.take(pool, offer, 4, now_ms)).granted])
     await redis.aclose()
-    # a at 1,600 and 1,800 goes first twice; at 2,000 each, a again by name; then b.
-    assert accounts == [["a2", "a3", "a4", "b10"]] * 2
+    # a at 1,600 and 1,800 goes first twice; at 2,000 each, b, who was served longer ago; then a.
+    assert accounts == [["a2", "a3", "b10", "a4"]] * 2

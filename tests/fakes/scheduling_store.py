@@ -84,7 +84,7 @@ class InMemorySchedulingStore:
         self.queue(pool).residency.clear_drain(instance)
 
     async def claim_load(self, pool: PoolName, order: ClaimOrder, now_ms: int) -> Claim:
-        return self.queue(pool).residency.claim_load(order, now_ms)
+        return self.queue(pool).claim_load(order, now_ms)
 
     async def renew_load(self, pool: PoolName, version: VersionKey, owner: str, until_ms: int, now_ms: int) -> bool:
         return self.queue(pool).residency.renew_load(version, owner, until_ms)

@@ -218,3 +218,113 @@ def test_no_tenant_starves_among_tenants_that_come_and_go(others: int, rounds: i
         if served is not None and served.tenant_id == "v":
             break
     assert grants <= others * (Policy().credit_requests + 2)
+
+
+class Intervals:
+    """The largest difference of service between two tenants over any time in which both waited without a break."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self._received: dict[str, int] = {}
+        self._ranges: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def note(self, tenant: str, amount: int, waiting: set[str]) -> None:
+        """`tenant`, which waited, received service; `waiting` is who waited before the grant."""
+        before = dict(self._received)
+        self._received[tenant] = before.get(tenant, 0) + amount
+        for other in waiting - {tenant}:
+            pair = (min(tenant, other), max(tenant, other))
+            was, now = (each.get(pair[0], 0) - each.get(pair[1], 0) for each in (before, self._received))
+            low, high = self._ranges.get(pair, (was, was))
+            self._ranges[pair] = (min(low, now), max(high, now))
+            self.largest = max(self.largest, max(high, now) - min(low, now))
+
+    def leave(self, tenant: str) -> None:
+        """It waits no longer: what comes later is another interval."""
+        self._ranges = {pair: each for pair, each in self._ranges.items() if tenant not in pair}
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("ask"), st.sampled_from("abc"), sizes),
+            st.tuples(st.just("serve"), st.just("a"), st.integers(1, 4)),
+        ),
+        min_size=10,
+        max_size=120,
+    ),
+    st.dictionaries(st.sampled_from("abc"), weights),
+)
+def test_waiting_tenants_stay_within_the_bound_and_the_credit(
+    credit: int, events: list[tuple[str, str, int]], weight: dict[str, float]
+) -> None:
+    """Invariants 2 and 5: tenants that come and go with unequal costs and weights. While two of them wait, their
+    weighted service differs by at most twice the largest request, plus the credit that one of them may have saved."""
+    queue, entries = FairQueue(Policy(credit_requests=credit)), {}
+    left: dict[str, int] = dict.fromkeys("abc", 0)
+    intervals = Intervals()
+    for number, (what, tenant, size) in enumerate(events):
+        if what == "ask":
+            each = entry(f"r{number}", tenant, size=size, weight=weight.get(tenant, 1.0))
+            entries[each.attempt] = each
+            queue.enqueue(each, ROOM, NOW_MS)
+            left[tenant] += 1
+            continue
+        for _ in range(size):
+            waiting = {name for name, count in left.items() if count}
+            served = serve_one(queue, entries)
+            if served is None:
+                break
+            intervals.note(served.tenant_id, cost(served), waiting)
+            left[served.tenant_id] -= 1
+            if not left[served.tenant_id]:
+                intervals.leave(served.tenant_id)
+    largest = max((cost(each) for each in entries.values()), default=0)
+    assert intervals.largest <= (2 + credit) * largest
+
+
+@given(
+    st.lists(sizes, min_size=1, max_size=6),
+    st.sampled_from([(500, 300, 200), (900, 90, 10), (998, 1, 1)]),
+    st.sampled_from([0, 100]),
+    st.sampled_from([PriorityClass.STANDARD, PriorityClass.BATCH]),
+)
+def test_the_worst_wait_of_a_class_is_bounded(
+    flood: list[int], shares: tuple[int, int, int], ageing_per_ms: int, name: PriorityClass
+) -> None:
+    """Invariant 4: an endless flood of the other two classes holds a request back only as long as the shares say.
+
+    The worst moment is right after its class was served: its pass is then ahead of the least one by its own charge,
+    cost / share. Each grant of another class c raises that pass by cost / share(c), so c gets at most
+    1 + (our charge) / (its least charge) grants first. Ageing only shortens that: the flood is never older."""
+    policy = Policy(*shares, ageing_per_ms=ageing_per_ms, overload_ms=0)
+    queue, entries, now_ms = FairQueue(policy), {}, NOW_MS
+    numbers = iter(range(100_000))
+
+    def add(priority_class: PriorityClass, size: int) -> QueueEntry:
+        each = entry(f"r{next(numbers)}", f"t-{priority_class}", size=size, priority_class=priority_class)
+        entries[each.attempt] = each
+        assert isinstance(queue.enqueue(each, ROOM, now_ms), Queued)
+        return each
+
+    def charge(size: int, priority_class: PriorityClass) -> int:
+        return service.charge_milli(size + 2 * OUTPUT, policy.share_milli(priority_class))
+
+    others = [each for each in PriorityClass if each is not name]
+    before, wanted = add(name, 100), add(name, 100)
+    for each in others:
+        add(each, flood[0])
+    bound = sum(1 + charge(100, name) // charge(min(flood), each) for each in others)
+    grants, begun = 0, False
+    for turn in range(3 + bound):
+        served = serve_one(queue, entries, now_ms)
+        assert served is not None
+        if served == wanted:
+            assert grants <= bound
+            return
+        begun, grants = (True, 0) if served == before else (begun, grants + begun)
+        now_ms += 10
+        if served.priority_class is not name:
+            add(served.priority_class, flood[turn % len(flood)])
+    raise AssertionError("it starved")

@@ -19,6 +19,7 @@ from services.scheduler.domain.records import (
     Queued,
     QueueEntry,
     QueueFull,
+    Shed,
     Standing,
     Ticket,
     Tokens,
@@ -30,7 +31,7 @@ from services.scheduler.domain.service import Policy
 
 def policy_argument(policy: Policy) -> str:
     """The policy as the scripts read it: its numbers in the order of its fields."""
-    return ",".join(str(value) for value in astuple(policy))
+    return ",".join(str(int(value)) for value in astuple(policy))
 
 
 def warm_argument(entry: QueueEntry) -> bytes:
@@ -51,6 +52,8 @@ def enqueued(reply: Sequence[Any]) -> Enqueued:
             return QueueFull(int(reply[1]))
         case b"late":
             return TooLate(int(reply[1]))
+        case b"shed":
+            return Shed(int(reply[1]))
         case _:
             return Queued(int(reply[1]), int(reply[2]))
 

@@ -6,6 +6,7 @@ are those of `domain/fair_queue.py`; tests/contract/test_scheduling_store.py com
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -68,13 +69,20 @@ def pool_prefix(pool: PoolName) -> str:
 class RedisSchedulingStore:
     """`SchedulingStore` over one Redis client, which the caller closes."""
 
-    def __init__(self, redis: Redis, policy: Policy | None = None) -> None:
+    def __init__(
+        self, redis: Redis, policy: Policy | None = None, device_time_pools: frozenset[PoolName] = frozenset()
+    ) -> None:
+        """The policy is the same in all pools, but some may charge time on a slot instead of tokens."""
         self._redis = redis
-        self._policy = records.policy_argument(policy or Policy())
+        policy = policy or Policy()
+        self._policy = records.policy_argument(policy)
+        by_time = records.policy_argument(replace(policy, device_time=True))
+        self._policies = dict.fromkeys(device_time_pools, by_time)
         self._scripts = {verb: LuaScript(_PACKAGE, f"{verb}.lua", prelude="queue.lua") for verb in _VERBS}
 
     async def _run(self, verb: str, pool: PoolName, now_ms: int, arguments: Iterable[Argument] = ()) -> Any:
-        return await self._scripts[verb](self._redis, [pool_prefix(pool)], [now_ms, self._policy, *arguments])
+        policy = self._policies.get(pool, self._policy)
+        return await self._scripts[verb](self._redis, [pool_prefix(pool)], [now_ms, policy, *arguments])
 
     async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
         """See `SchedulingStore.enqueue`."""
@@ -92,6 +100,7 @@ class RedisSchedulingStore:
             room.slots,
             room.start_after_ms,
             records.warm_argument(entry),
+            room.token_limit,
         ]
         return records.enqueued(await self._run("enqueue", pool, now_ms, arguments))
 

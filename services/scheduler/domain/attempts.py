@@ -69,11 +69,28 @@ class VersionQueues:
     pass_floor_milli: int = 0  # pass of the class served last
     running: int = 0
     average_run_milli: int = 0
+    average_output_milli: int = 0  # of all tenants' requests
 
     @property
     def waiting(self) -> int:
         """Requests in all lanes."""
         return sum(lane.waiting for lane in self.lanes.values())
+
+    def predicted_units(self, entry: QueueEntry, policy: service.Policy) -> int:
+        """What a request will probably cost: by its tenant's recent ones here, else by everybody's."""
+        account = self.lanes[entry.priority_class].account(entry.tenant_id)
+        if policy.device_time:
+            return (account.average_cost_milli or self.average_run_milli or service.FIRST_RUN_MS * 1000) // 1000
+        output = service.predicted_output(
+            account.average_output_milli, self.average_output_milli, entry.max_output_tokens
+        )
+        return service.cost_units(entry.input_tokens, 0, output)
+
+    def credit_milli(self, entry: QueueEntry, policy: service.Policy) -> int:
+        """The burst credit of the entry's tenant (invariant 5)."""
+        average = self.lanes[entry.priority_class].account(entry.tenant_id).average_cost_milli
+        average = average or self.predicted_units(entry, policy) * 1000
+        return service.credit_milli(average, entry.weight_milli, policy.credit_requests)
 
     def lift_class(self, name: PriorityClass) -> None:
         """Bring a class that had nothing waiting up to the least pass of those that have; classes save up nothing."""
@@ -81,18 +98,31 @@ class VersionQueues:
         lane = self.lanes[name]
         lane.pass_milli = max(lane.pass_milli, min(active, default=self.pass_floor_milli))
 
-    def next_class(self, policy: service.Policy, now_ms: int) -> PriorityClass:
+    def overload_ms(self, slots: int, policy: service.Policy) -> int:
+        """By how much the work that waits in the urgent classes takes longer than it should; 0 = it does not."""
+        if not policy.overload_ms:
+            return 0
+        urgent = sum(lane.waiting for name, lane in self.lanes.items() if name is not PriorityClass.BATCH)
+        return max(0, urgent * self.average_run_milli // (1000 * max(1, slots)) - policy.overload_ms)
+
+    def next_class(self, slots: int, policy: service.Policy, now_ms: int) -> PriorityClass:
         """Stride scheduling (Waldspurger and Weihl, 1995) with ageing: the least pass, less what waiting earned.
 
-        Starvation is impossible (invariant 4): every dispatch raises the pass of the class served, and a waiting
-        class's discount only grows."""
+        Batch pauses under overload, but none of its requests waits for that longer than `batch_pause_ms`. So starvation
+        is impossible (invariant 4): every dispatch raises the pass of the class served, and a waiting class's discount
+        only grows."""
+        waiting = [name for name in CLASSES if self.lanes[name].waiting]
+        if waiting[-1] is PriorityClass.BATCH and self.overload_ms(slots, policy):
+            paused_ms = now_ms - self.lanes[PriorityClass.BATCH].oldest_ms()
+            if paused_ms < policy.batch_pause_ms:
+                waiting.pop()
 
         def urgency(name: PriorityClass) -> tuple[int, int]:
             lane = self.lanes[name]
             waited_ms = max(0, now_ms - lane.oldest_ms())
             return lane.pass_milli - policy.ageing_per_ms * waited_ms, CLASSES.index(name)
 
-        return min((name for name in CLASSES if self.lanes[name].waiting), key=urgency)
+        return min(waiting, key=urgency)
 
     def charge_class(self, name: PriorityClass, units: int, policy: service.Policy) -> None:
         """Advance the class that was chosen."""
@@ -104,14 +134,6 @@ class VersionQueues:
         """Replace a charge of `before` units by `after`."""
         share = policy.share_milli(name)
         self.lanes[name].pass_milli += service.charge_milli(after, share) - service.charge_milli(before, share)
-
-
-@dataclass(slots=True)
-class Pace:
-    """How fast a tenant's queue drains."""
-
-    last_ms: int = 0  # of the last dispatch that left requests behind; 0 = none
-    average_milli: int = 0  # ms between such dispatches, in thousandths
 
 
 def estimate_wait_ms(queues: VersionQueues, lane: Lane, rank: int, slots: int, others: int) -> int:

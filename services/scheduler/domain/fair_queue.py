@@ -9,10 +9,11 @@ kept until their message (the refusal, the usage event) has arrived, so a crash 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from roundhouse.vocabulary import Outcome, TenantId
+from roundhouse.errors import Unavailable
+from roundhouse.vocabulary import Outcome, PriorityClass
 from services.scheduler.domain import service
-from services.scheduler.domain.attempts import Attempt, Pace, VersionQueues, estimate_wait_ms, tombstone
-from services.scheduler.domain.lanes import Lane
+from services.scheduler.domain.attempts import Attempt, VersionQueues, estimate_wait_ms, tombstone
+from services.scheduler.domain.backlog import Backlog
 from services.scheduler.domain.records import (
     CLASSES,
     AttemptId,
@@ -36,6 +37,7 @@ from services.scheduler.domain.records import (
     RefusalReason,
     Room,
     Settled,
+    Shed,
     Standing,
     Taken,
     Ticket,
@@ -43,12 +45,11 @@ from services.scheduler.domain.records import (
     TooLate,
     VersionKey,
 )
-from services.scheduler.domain.residency import DrainOrder, ResidencyBook
+from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder, ResidencyBook
 from services.scheduler.domain.seats import choose_seats
 from services.scheduler.domain.service import Policy
 from services.scheduler.domain.time_index import TimeIndex
 
-RETRY_UNKNOWN_MS = 1_000  # Retry-After of a full queue that has not drained yet; a guess
 BATCH_MAX = 200  # tickets one expiry or claim hands out, so that no script runs long
 
 
@@ -60,13 +61,13 @@ class FairQueue:
         self.residency = ResidencyBook()
         self._versions: dict[VersionKey, VersionQueues] = {}
         self._attempts: dict[AttemptId, Attempt] = {}
-        self._queued: dict[TenantId, int] = {}
-        self._paces: dict[TenantId, Pace] = {}
+        self._backlog = Backlog()
         self._due = TimeIndex()  # outbox: what must still be delivered, and when to try (again)
         self._leases = TimeIndex()
         self._deadlines = TimeIndex()  # of queued attempts
         self._graves: dict[AttemptId, int] = {}
         self._arrivals = 0
+        self._latest_ms = 0  # the latest time at which anybody handed something out
         self.in_use: dict[InstanceKey, int] = {}
         self.used_ms: dict[InstanceKey, int] = {}
 
@@ -78,10 +79,11 @@ class FairQueue:
         known = self._attempts.get(entry.attempt)
         if known is not None:
             return Known(known.standing)
-        if self._queued.get(entry.tenant_id, 0) >= room.queue_limit:
-            average = self._paces.get(entry.tenant_id, Pace()).average_milli // 1000
-            return QueueFull(average or RETRY_UNKNOWN_MS)
+        if full_for_ms := self._backlog.full_for_ms(entry, room):
+            return QueueFull(full_for_ms)
         queues = self._versions.setdefault(entry.version, VersionQueues())
+        if entry.priority_class is PriorityClass.BATCH and (over_ms := queues.overload_ms(room.slots, self.policy)):
+            return Shed(over_ms)
         lane = queues.lanes[entry.priority_class]
         key = (entry.deadline_ms, self._arrivals + 1, entry.attempt)
         rank = lane.rank(entry.tenant_id, key)
@@ -93,17 +95,19 @@ class FairQueue:
         if not lane.waiting:
             queues.lift_class(entry.priority_class)
         if entry.tenant_id not in lane.queues:
-            lane.lift(entry.tenant_id, self._credit(lane, entry))
+            lane.lift(entry.tenant_id, queues.credit_milli(entry, self.policy))
         lane.add(entry.tenant_id, key, now_ms)
         self._attempts[entry.attempt] = Attempt(entry, key, now_ms)
-        self._queued[entry.tenant_id] = self._queued.get(entry.tenant_id, 0) + 1
+        self._backlog.add(entry)
         self._deadlines.set(entry.attempt, entry.deadline_ms)
         return Queued(rank, wait_ms)
 
     def take(self, offers: Sequence[Offer], limit: int, now_ms: int) -> Taken:
         """Grant up to `limit` requests on the offered instances; no slot stays free that one could use (invariant 3).
 
-        Each goes where its first token is expected first. What is past its deadline is refused instead."""
+        Each goes where its first token is expected first. What is past its deadline is refused instead. Raises
+        Unavailable, and does nothing, if the caller's time is `stale_ms` behind: it was frozen and knows old things."""
+        self._fence(now_ms)
         refused = self._refuse_overdue(now_ms)
         granted: list[Ticket] = []
         while len(granted) < limit:
@@ -121,7 +125,7 @@ class FairQueue:
         if attempt.standing is Standing.QUEUED:
             self._unqueue(attempt)
         else:
-            self._release(attempt, ending.used, now_ms)
+            self._release(attempt, ending.used, ending.run_ms, now_ms)
             if ending.outcome is Outcome.DONE:
                 self._learn(attempt, ending)
         self._end(attempt, now_ms)
@@ -161,7 +165,7 @@ class FairQueue:
             attempt.lease_expires_ms = max(attempt.lease_expires_ms, now_ms + self.policy.lease_ms)
             self._leases.set(progress.attempt, attempt.lease_expires_ms)
             self._due.discard(progress.attempt)  # who renews a lease has its grant
-            units = service.cost_units(progress.used.input, progress.used.cached, progress.used.output)
+            units = self._units(progress.used, now_ms - attempt.granted_ms)
             if units > attempt.units:
                 self._correct(attempt, units)
         return tuple(missing)
@@ -173,7 +177,8 @@ class FairQueue:
         lapsed: list[Ticket] = []
         for attempt_id in self._leases.ripe(now_ms, BATCH_MAX):
             attempt = self._attempts[attempt_id]
-            self._release(attempt, attempt.used, now_ms)
+            ran_ms = attempt.lease_expires_ms - self.policy.lease_ms - attempt.granted_ms
+            self._release(attempt, attempt.used, ran_ms, now_ms)
             attempt.standing = Standing.LAPSED
             attempt.ended_ms = now_ms
             self._due.set(attempt_id, now_ms + self.policy.retry_ms)
@@ -233,11 +238,16 @@ class FairQueue:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def _credit(self, lane: Lane, entry: QueueEntry) -> int:
-        account = lane.account(entry.tenant_id)
-        output = service.predicted_output(account.average_output_milli, entry.max_output_tokens)
-        average = account.average_cost_milli or service.cost_units(entry.input_tokens, 0, output) * 1000
-        return service.credit_milli(average, entry.weight_milli, self.policy.credit_requests)
+    def _fence(self, now_ms: int) -> None:
+        if now_ms < self._latest_ms - self.policy.stale_ms:
+            raise Unavailable("this process's time is behind that of others")
+        self._latest_ms = max(self._latest_ms, now_ms)
+
+    def _units(self, used: Tokens, run_ms: int) -> int:
+        """What was used, in the unit that the pool charges by."""
+        if self.policy.device_time:
+            return max(0, run_ms)
+        return service.cost_units(used.input, used.cached, used.output)
 
     def _least_loaded(self, offers: Sequence[Offer], now_ms: int) -> Offer | None:
         best: Offer | None = None
@@ -255,14 +265,14 @@ class FairQueue:
 
     def _grant(self, version: VersionKey, offers: Sequence[Offer], now_ms: int) -> Ticket:
         queues = self._versions[version]
-        name = queues.next_class(self.policy, now_ms)
+        slots = sum(each.slots for each in offers if each.version == version and each.part is not Part.PREFILL)
+        name = queues.next_class(slots, self.policy, now_ms)
         lane = queues.lanes[name]
         tenant_id = lane.next_tenant()
         attempt = self._attempts[lane.queues[tenant_id][0][2]]
         self._unqueue(attempt)
         entry, account = attempt.entry, lane.accounts[tenant_id]
-        output = service.predicted_output(account.average_output_milli, entry.max_output_tokens)
-        attempt.units = max(1, service.cost_units(entry.input_tokens, 0, output))
+        attempt.units = max(1, queues.predicted_units(entry, self.policy))
         attempt.epoch = account.epoch
         lane.charge(tenant_id, service.charge_milli(attempt.units, entry.weight_milli))
         queues.charge_class(name, attempt.units, self.policy)
@@ -274,7 +284,7 @@ class FairQueue:
         if seats.prefill is not None:
             attempt.prefill, attempt.prefill_place = seats.prefill.instance, seats.prefill.place
             self._occupy(seats.prefill.instance, now_ms)
-        self._note_pace(tenant_id, now_ms)
+        self._backlog.note_dispatch(tenant_id, now_ms)
         attempt.standing, attempt.granted_ms = Standing.GRANTED, now_ms
         attempt.lease_expires_ms = now_ms + self.policy.lease_ms
         self._leases.set(entry.attempt, attempt.lease_expires_ms)
@@ -295,20 +305,14 @@ class FairQueue:
             self._vacate(attempt.prefill, now_ms)
             attempt.prefill = InstanceKey("")
 
-    def _note_pace(self, tenant_id: TenantId, now_ms: int) -> None:
-        pace = self._paces.setdefault(tenant_id, Pace())
-        if pace.last_ms:
-            pace.average_milli = service.moved_average(pace.average_milli, max(0, now_ms - pace.last_ms))
-        pace.last_ms = now_ms if self._queued.get(tenant_id) else 0
-
     def _unqueue(self, attempt: Attempt) -> None:
         entry = attempt.entry
         self._versions[entry.version].lanes[entry.priority_class].remove(entry.tenant_id, attempt.key)
-        self._queued[entry.tenant_id] -= 1
+        self._backlog.remove(entry)
         self._deadlines.discard(entry.attempt)
 
-    def _release(self, attempt: Attempt, used: Tokens, now_ms: int) -> None:
-        self._correct(attempt, service.cost_units(used.input, used.cached, used.output))
+    def _release(self, attempt: Attempt, used: Tokens, run_ms: int, now_ms: int) -> None:
+        self._correct(attempt, self._units(used, run_ms))
         self._versions[attempt.entry.version].running -= 1
         self._vacate(attempt.instance, now_ms)
         self._leave_prefill(attempt, now_ms)
@@ -329,6 +333,7 @@ class FairQueue:
         queues = self._versions[attempt.entry.version]
         lane = queues.lanes[attempt.entry.priority_class]
         lane.learn(attempt.entry.tenant_id, ending.used.output, attempt.units)
+        queues.average_output_milli = service.moved_average(queues.average_output_milli, ending.used.output)
         if ending.run_ms > 0:
             queues.average_run_milli = service.moved_average(queues.average_run_milli, ending.run_ms)
 
@@ -362,9 +367,15 @@ class FairQueue:
     # -- residency --------------------------------------------------------------------------------------------------
 
     def begin_drain(self, order: DrainOrder, now_ms: int) -> Drain:
-        """See `ResidencyBook.begin_drain`; who uses and who waits is known here."""
+        """See `ResidencyBook.begin_drain`; who uses and who waits is known here. Raises Unavailable as `take` does."""
+        self._fence(now_ms)
         in_use = self.in_use.get(order.instance, 0)
         return self.residency.begin_drain(order, in_use, self.waiting(order.version), now_ms)
+
+    def claim_load(self, order: ClaimOrder, now_ms: int) -> Claim:
+        """See `ResidencyBook.claim_load`. Raises Unavailable as `take` does."""
+        self._fence(now_ms)
+        return self.residency.claim_load(order, now_ms)
 
     def snapshot(self) -> PoolState:
         """Everything placement needs to know of the pool's queues."""

@@ -1,9 +1,10 @@
 """One lane: the tenants that wait for one model version in one class, and what each has received there.
 
-A lane is the "same capacity" of invariant 2. Who has the least service goes next; inside a tenant the earliest
-deadline, then the order of arrival. A tenant that comes back from idle is lifted to the lane's minimum less its burst
-credit (invariant 5). No tenant starves: every dispatch raises the counter of whoever was served, and a returning tenant
-gets ahead of a waiting one by its credit once, because afterwards its own counter is the higher one.
+A lane is the "same capacity" of invariant 2. Who has the least service goes next, of equals who was served longest ago;
+inside a tenant the earliest deadline, then the order of arrival. A tenant that comes back from idle is lifted to the
+lane's minimum less its burst credit (invariant 5). No tenant starves: every dispatch raises the counter of whoever was
+served, and a returning tenant gets ahead of a waiting one by its credit once, because afterwards its own counter is the
+higher one.
 
 A lift closes the account of what came before: a refund for a request that was dispatched before the lift is dropped,
 else a tenant could save up more than its credit in overcharged requests.
@@ -26,6 +27,7 @@ class Account:
 
     service_milli: int = 0
     epoch: int = 0  # number of lifts
+    turn: int = 0  # which of the lane's dispatches it got last
     average_output_milli: int = 0
     average_cost_milli: int = 0
 
@@ -36,6 +38,7 @@ class Lane:
 
     pass_milli: int = 0  # stride of the class at this version
     floor_milli: int = 0  # counter of whoever was served last: the minimum to use when nobody waits
+    turns: int = 0  # dispatches so far
     waiting: int = 0
     accounts: dict[TenantId, Account] = field(default_factory=dict)
     queues: dict[TenantId, list[QueueKey]] = field(default_factory=dict)
@@ -87,14 +90,21 @@ class Lane:
             account.epoch += 1
 
     def next_tenant(self) -> TenantId:
-        """The waiting tenant with the least service; equal ones in order of their names."""
-        return min(self.queues, key=lambda tenant: (self.accounts[tenant].service_milli, tenant))
+        """The waiting tenant with the least service; of equals who was served longest ago, then by name."""
+
+        def rank(tenant_id: TenantId) -> tuple[int, int, TenantId]:
+            account = self.accounts[tenant_id]
+            return account.service_milli, account.turn, tenant_id
+
+        return min(self.queues, key=rank)
 
     def charge(self, tenant_id: TenantId, amount_milli: int) -> None:
         """Charge a dispatch to the tenant that was chosen."""
         account = self.accounts[tenant_id]
         self.floor_milli = max(self.floor_milli, account.service_milli)
         account.service_milli += amount_milli
+        self.turns += 1
+        account.turn = self.turns
 
     def correct(self, tenant_id: TenantId, amount_milli: int, epoch: int) -> None:
         """Correct an earlier charge; a refund from before the last lift is dropped."""

@@ -82,6 +82,7 @@ class Room:
     queue_limit: int  # requests the tenant may have queued in the pool
     slots: int  # of all ready instances of the version; 0 = cold
     start_after_ms: int = 0  # no slot can open earlier than this from now: the expected load of a cold model
+    token_limit: int = 0  # input + output tokens the tenant may have queued in the pool; 0 = no limit
 
 
 class Part(StrEnum):
@@ -185,7 +186,14 @@ class TooLate:
     wait_ms: int
 
 
-Enqueued = Queued | Known | QueueFull | TooLate
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """Batch work, while the other classes' backlog takes too long; worth a try in `retry_after_ms`. Nothing changed."""
+
+    retry_after_ms: int
+
+
+Enqueued = Queued | Known | QueueFull | TooLate | Shed
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +227,25 @@ class NotHeld:
 
 
 Finish = Settled | NotHeld
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one replica has gathered for one pool. It is done in this order, as one decision."""
+
+    endings: tuple[Ending, ...] = ()
+    entries: tuple[tuple[QueueEntry, Room], ...] = ()
+    offers: tuple[Offer, ...] = ()
+    limit: int = 0  # of grants
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDone:
+    """One answer for each ending and each entry, in order."""
+
+    finishes: tuple[Finish, ...]
+    enqueued: tuple[Enqueued, ...]
+    taken: Taken
 
 
 class Cancelled(StrEnum):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from roundhouse.vocabulary import PriorityClass
 
 OUTPUT_UNITS = 2
-FIRST_OUTPUT_TOKENS = 256  # predicted for a tenant without history; a guess, corrected from the first answer on
+FIRST_OUTPUT_TOKENS = 256  # predicted for a model without history; a guess, corrected from the first answer on
+FIRST_RUN_MS = 1_000  # the same for device time; a guess
 AVERAGE_SHIFT = 8  # moving averages take 1/8 of each new value: about the last dozen requests (as TCP's RTT does)
 
 
@@ -28,6 +29,14 @@ class Policy:
     retry_ms: int = 500  # between two deliveries of one grant or refusal: a lost one still arrives within a second
     delivery_ms_max: int = 10_000  # a refusal nobody acknowledges is dropped after this: its gateway is gone
     tombstone_ms: int = 120_000  # how long an ended attempt is remembered; heartbeats repeat an ending for seconds
+    device_time: bool = False  # a unit is one ms of a slot instead of a token
+    overload_ms: int = 30_000  # batch is shed while the others' backlog takes longer than this; 0 = never; a guess
+    batch_pause_ms: int = 60_000  # and paused, but no request of it for longer than this; a guess
+
+    @property
+    def stale_ms(self) -> int:
+        """A caller whose clock is this far behind what others said has slept or is wrong: it may hand nothing out."""
+        return self.lease_ms // 4
 
     def share_milli(self, priority_class: PriorityClass) -> int:
         """The guaranteed share of a class, in thousandths."""
@@ -57,8 +66,9 @@ def moved_average(average_milli: int, value: int) -> int:
     return average_milli + (value * 1000 - average_milli) // AVERAGE_SHIFT
 
 
-def predicted_output(average_milli: int, max_output_tokens: int) -> int:
-    """Output tokens to charge at dispatch."""
+def predicted_output(tenant_milli: int, model_milli: int, max_output_tokens: int) -> int:
+    """Output tokens to charge at dispatch: by the tenant's recent outputs of the model, else by all tenants'."""
+    average_milli = tenant_milli or model_milli
     expected = average_milli // 1000 if average_milli else FIRST_OUTPUT_TOKENS
     return min(max_output_tokens, expected)
 

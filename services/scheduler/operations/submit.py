@@ -16,6 +16,7 @@ from services.scheduler.domain.records import (
     QueueEntry,
     QueueFull,
     Room,
+    Shed,
     Standing,
     TooLate,
     VersionKey,
@@ -99,6 +100,9 @@ class Submission:
                 return wire.SubmitReply(accepted=wire.Accepted())
             case QueueFull(retry_after_ms):
                 return _refused(wire.Refused.REASON_QUEUE_FULL, "too many requests are queued", retry_after_ms)
+            case Shed(retry_after_ms):
+                message = "batch work has to wait: the more urgent classes fill the model"
+                return _refused(wire.Refused.REASON_QUEUE_FULL, message, retry_after_ms)
             case TooLate(wait_ms):
                 message = f"it could not start before its deadline: the wait is about {wait_ms} ms"
                 return _refused(wire.Refused.REASON_DEADLINE, message, wait_ms)
@@ -144,7 +148,7 @@ def _entry(request: wire.SubmitRequest, catalogue: Catalogue) -> QueueEntry:
 def _room(catalogue: Catalogue, request: wire.SubmitRequest, slots: int, cold_ms: int) -> Room:
     name = TenantId(request.tenant_id)
     tenant = catalogue.tenants.get(name) or Tenant(name=name)
-    return Room(tenant.limits.queued_requests, slots, cold_ms)
+    return Room(tenant.limits.queued_requests, slots, cold_ms, tenant.limits.queued_tokens)
 
 
 def _refused(reason: "wire.Refused.Reason.ValueType", message: str, retry_after_ms: int = 0) -> wire.SubmitReply:

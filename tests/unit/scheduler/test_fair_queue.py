@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import NodeId, Outcome, PriorityClass, TenantId
 from services.scheduler.domain import service
 from services.scheduler.domain.fair_queue import FairQueue
@@ -21,6 +22,7 @@ from services.scheduler.domain.records import (
     RefusalReason,
     Room,
     Settled,
+    Shed,
     Standing,
     Tokens,
     TooLate,
@@ -49,13 +51,14 @@ def test_service_is_uncached_input_once_and_output_twice_over_weight() -> None:
 
 
 def test_predicted_output_follows_the_tenant_and_never_exceeds_the_request() -> None:
-    """No history: 256, or less if the request allows less. An average of 80 after a first answer of 80; then
-    80 + (160 - 80) / 8 = 90."""
-    assert service.predicted_output(0, 4_000) == 256
-    assert service.predicted_output(0, 16) == 16
+    """No history: 256, or less if the request allows less. A new tenant of a known model: the model's average. An
+    average of 80 after a first answer of 80; then 80 + (160 - 80) / 8 = 90."""
+    assert service.predicted_output(0, 0, 4_000) == 256
+    assert service.predicted_output(0, 0, 16) == 16
+    assert service.predicted_output(0, 70_000, 4_000) == 70
     average = service.moved_average(0, 80)
-    assert service.predicted_output(average, 4_000) == 80
-    assert service.predicted_output(service.moved_average(average, 160), 4_000) == 90
+    assert service.predicted_output(average, 70_000, 4_000) == 80
+    assert service.predicted_output(service.moved_average(average, 160), 70_000, 4_000) == 90
 
 
 def test_a_dispatch_charges_the_prediction_and_the_end_corrects_it() -> None:
@@ -189,3 +192,95 @@ def test_ended_attempts_are_forgotten_in_the_end() -> None:
     queue.cancel(AttemptId("r"), T0)
     assert isinstance(queue.enqueue(entry("r", deadline_ms=300_000), ROOM, T0 + 119_999), Known)
     assert isinstance(queue.enqueue(entry("r", deadline_ms=300_000), ROOM, T0 + 120_000), Queued)
+
+
+def batch(name: str) -> QueueEntry:
+    return replace(entry(name, "night"), priority_class=PriorityClass.BATCH)
+
+
+def overloaded() -> FairQueue:
+    """A run takes 1,000 ms on one slot; four standard requests wait: 4,000 ms, 1,000 more than the 3,000 allowed."""
+    queue = FairQueue(Policy(overload_ms=3_000, batch_pause_ms=10_000, ageing_per_ms=0))
+    queue.enqueue(batch("b"), Room(9, 1), T0)
+    queue.enqueue(entry("first"), Room(9, 1), T0)
+    queue.take([Offer(N1, M, 1)], 1, T0)
+    queue.finish(Ending(AttemptId("first"), Outcome.DONE, Tokens(100, 0, 50), 1_000), T0)
+    for number in range(4):
+        queue.enqueue(entry(f"s{number}"), Room(9, 1), T0)
+    return queue
+
+
+def test_batch_is_shed_under_overload() -> None:
+    """New batch work is told when the backlog is short enough again; others, and two slots, are not overloaded."""
+    queue = overloaded()
+    assert queue.enqueue(batch("b2"), Room(9, 1), T0) == Shed(1_000)
+    assert queue.enqueue(batch("b2"), Room(9, 2), T0) == Queued(1, 500)
+    assert queue.enqueue(entry("s9"), Room(9, 1), T0) == Queued(4, 4_000)
+
+
+def test_batch_pauses_under_overload_but_not_for_ever() -> None:
+    """The batch request has a pass of 0 against that of the standard ones, so without the pause it would go first. It
+    does not while 4,000 ms of others wait; it goes as soon as only 3,000 ms do, or when it has waited for 10 s."""
+    queue = overloaded()
+    taken = queue.take([Offer(N1, M, 1)], 1, T0).granted
+    assert [ticket.attempt for ticket in taken] == ["s0"]
+    queue.finish(Ending(AttemptId("s0"), Outcome.DONE, Tokens(100, 0, 50), 1_000), T0 + 1_000)
+    taken = queue.take([Offer(N1, M, 1)], 1, T0 + 1_000).granted
+    assert [ticket.attempt for ticket in taken] == ["b"]
+    queue = overloaded()
+    taken = queue.take([Offer(N1, M, 1)], 1, T0 + 9_999).granted
+    assert [ticket.attempt for ticket in taken] == ["s0"]
+    queue = overloaded()
+    assert [ticket.attempt for ticket in queue.take([Offer(N1, M, 1)], 1, T0 + 10_000).granted] == ["b"]
+
+
+def test_tokens_in_the_queue_are_limited_too() -> None:
+    """150 tokens each; the limit is 400. Two fit; a third needs 50 tokens more than there is room for: one request of
+    the average size of 150 must go first, which takes as long as this queue needs for one."""
+    queue, room = FairQueue(), Room(queue_limit=9, slots=1, token_limit=400)
+    for number in range(2):
+        assert isinstance(queue.enqueue(entry(f"r{number}"), room, T0), Queued)
+    assert queue.enqueue(entry("r2"), room, T0) == QueueFull(1_000)
+    assert isinstance(queue.enqueue(entry("other", "b"), room, T0), Queued)
+    large = replace(entry("large"), input_tokens=950)  # 1,000 tokens: 900 too many are 6 requests, of which 2 wait
+    assert queue.enqueue(large, room, T0) == QueueFull(2_000)
+
+
+def test_a_request_above_the_token_limit_waits_alone() -> None:
+    """Otherwise it could never run at all."""
+    queue, room = FairQueue(), Room(queue_limit=9, slots=1, token_limit=400)
+    assert isinstance(queue.enqueue(replace(entry("large"), input_tokens=950), room, T0), Queued)
+    assert isinstance(queue.enqueue(entry("r"), room, T0), QueueFull)
+
+
+def test_device_time_charges_what_a_slot_was_held() -> None:
+    """No history: 1,000 ms are charged; 300 ms were used; the next is charged 300, and 700 once it has run so long."""
+    queue = FairQueue(Policy(device_time=True))
+    queue.enqueue(entry("r"), ROOM, T0)
+    queue.take([Offer(N1, M, 1)], 1, T0)
+    assert queue.service_milli(M, entry("r")) == 1_000_000
+    queue.finish(Ending(AttemptId("r"), Outcome.DONE, Tokens(100, 0, 50), 300), T0 + 300)
+    assert queue.service_milli(M, entry("r")) == 300_000
+    queue.enqueue(entry("r2"), ROOM, T0 + 300)
+    queue.take([Offer(N1, M, 1)], 1, T0 + 300)
+    queue.renew([Progress(AttemptId("r2"), Tokens(100, 0, 80))], T0 + 1_000)
+    assert queue.service_milli(M, entry("r")) == 300_000 + 700_000
+
+
+def test_of_equal_tenants_who_was_served_longest_ago_goes_first() -> None:
+    """Same costs, credit off: a, b, a by turns; a name breaks no tie twice."""
+    queue = FairQueue(Policy(credit_requests=0))
+    for name, tenant in (("b1", "b"), ("a1", "a"), ("a2", "a"), ("b2", "b"), ("a3", "a")):
+        queue.enqueue(entry(name, tenant), replace(ROOM, queue_limit=9), T0)
+    taken = queue.take([Offer(N1, M, 9)], 9, T0)
+    assert [ticket.attempt for ticket in taken.granted] == ["a1", "b1", "a2", "b2", "a3"]
+
+
+def test_a_caller_that_slept_hands_nothing_out() -> None:
+    """Lease 10 s: what is 2.5 s behind what others have said is late; 2.5 s exactly is not."""
+    queue = FairQueue()
+    queue.enqueue(entry("r"), ROOM, T0)
+    queue.take([], 1, T0 + 10_000)
+    with pytest.raises(Unavailable):
+        queue.take([Offer(N1, M, 1)], 1, T0 + 7_499)
+    assert len(queue.take([Offer(N1, M, 1)], 1, T0 + 7_500).granted) == 1

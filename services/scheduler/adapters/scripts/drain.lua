@@ -5,6 +5,7 @@ if ARGV[3] == 'clear' then
   if call('HDEL', key('drains'), instance) == 1 then call('INCR', key('revision')) end
   return 'OK'
 end
+if is_stale() then return STALE end
 local mark, in_use, wanted = drain_mark(instance), num(call('HGET', key('in_use'), instance)), waiting(ARGV[5])
 local ours = mark and mark.purpose == ARGV[6]
 if mark and not ours then return {0, in_use, wanted} end

@@ -10,15 +10,14 @@ for i = 3, #ARGV, 6 do
       unqueue(r)
     else
       r.ui, r.uc, r.uo = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4])
-      release(r)
+      local run = tonumber(ARGV[i + 5])
+      release(r, run)
       if ARGV[i + 1] == '1' then
         local acc, accounts = account(r.cl, r.ve, r.tn), accounts_key(r.cl, r.ve)
         call('HSET', accounts, 'o:' .. r.tn, int(moved(acc.output, r.uo)), 'c:' .. r.tn, int(moved(acc.cost, r.un)))
-        local run = tonumber(ARGV[i + 5])
-        if run > 0 then
-          local average = num(call('HGET', version_key(r.ve), 'ra'))
-          call('HSET', version_key(r.ve), 'ra', int(moved(average, run)))
-        end
+        local model = call('HMGET', version_key(r.ve), 'ra', 'ro')
+        call('HSET', version_key(r.ve), 'ro', int(moved(num(model[2]), r.uo)),
+             'ra', int(run > 0 and moved(num(model[1]), run) or num(model[1])))
       end
     end
     bury(r)

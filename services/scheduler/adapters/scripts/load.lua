@@ -15,6 +15,7 @@ end
 local function owner_of_held() return held and string.sub(rest, tonumber(length) + 1) end
 
 if ARGV[3] == 'claim' then
+  if is_stale() then return STALE end
   if held and tonumber(until_ms) > now then return 'taken' end
   if num(call('GET', key('revision'))) ~= tonumber(ARGV[9]) then return 'stale' end
   write(ARGV[5], ARGV[6], ARGV[7], ARGV[8])

@@ -7,7 +7,8 @@ local P = {}
 for each in string.gmatch(ARGV[2], '%d+') do P[#P + 1] = tonumber(each) end
 local SHARES = {P[1], P[2], P[3]}
 local AGEING, CREDIT, LEASE, RETRY, DELIVERY, TOMBSTONE = P[4], P[5], P[6], P[7], P[8], P[9]
-local OUTPUT_UNITS, FIRST_OUTPUT, SHIFT, BATCH = 2, 256, 8, 200
+local DEVICE_TIME, OVERLOAD, PAUSE = P[10] == 1, P[11], P[12]
+local OUTPUT_UNITS, FIRST_OUTPUT, FIRST_RUN, SHIFT, BATCH = 2, 256, 1000, 8, 200
 local IDLE_SECONDS = 86400 -- accounts and averages of a lane nobody used for a day are forgotten
 
 local function key(name) return KEYS[1] .. name end
@@ -24,7 +25,7 @@ local function queue_key(class, version, tenant)
 end
 local function version_key(version) return key('v:' .. version) end
 local function request_key(id) return key('r:' .. id) end
-local function member(seq, id) return string.format('%016.0f', seq) .. id end
+local function member(seq, id) return string.format('%016.0f', seq) .. id end -- also of a lane: of equals the oldest turn
 
 -- Arithmetic: services/scheduler/domain/service.py
 local function cost(input, cached, output)
@@ -35,9 +36,21 @@ local function moved(average, value)
   if average == 0 then return value * 1000 end
   return average + floor((value * 1000 - average) / SHIFT)
 end
-local function predicted(average, most)
-  if average == 0 then return math.min(most, FIRST_OUTPUT) end
-  return math.min(most, floor(average / 1000))
+local function predicted(acc, model_output, model_run, input, most)
+  if DEVICE_TIME then
+    local run = acc.cost > 0 and acc.cost or model_run > 0 and model_run or FIRST_RUN * 1000
+    return floor(run / 1000)
+  end
+  local average = acc.output > 0 and acc.output or model_output
+  return cost(input, 0, math.min(most, average > 0 and floor(average / 1000) or FIRST_OUTPUT))
+end
+local function units_of(r, ran)
+  if DEVICE_TIME then return math.max(0, ran) end
+  return cost(r.ui, r.uc, r.uo)
+end
+local function overload(urgent, run_average, slots)
+  if OVERLOAD == 0 then return 0 end
+  return math.max(0, floor(urgent * run_average / (1000 * math.max(1, slots))) - OVERLOAD)
 end
 
 local FIELDS = {'st', 'tn', 've', 'cl', 'in', 'mo', 'dl', 'we', 'pl', 'sq', 'eq', 'is', 'pc', 'gr', 'lx', 'ed', 'rs',
@@ -66,21 +79,22 @@ local function oldest(class, version)
 end
 
 local function account(r_class, version, tenant)
-  local v = call('HMGET', accounts_key(r_class, version), 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant)
-  return {service = num(v[1]), epoch = num(v[2]), output = num(v[3]), cost = num(v[4])}
-end
-local function set_service(class, version, tenant, service)
-  call('HSET', accounts_key(class, version), 's:' .. tenant, int(service))
-  call('ZADD', tenants_key(class, version), 'XX', int(service), tenant)
+  local v = call('HMGET', accounts_key(r_class, version), 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant,
+                 'g:' .. tenant)
+  return {service = num(v[1]), epoch = num(v[2]), output = num(v[3]), cost = num(v[4]), turn = num(v[5])}
 end
 
 local function unqueue(r)
   local queue = queue_key(r.cl, r.ve, r.tn)
   call('ZREM', queue, member(r.sq, r.id))
-  if call('ZCARD', queue) == 0 then call('ZREM', tenants_key(r.cl, r.ve), r.tn) end
+  if call('ZCARD', queue) == 0 then
+    local turn = num(call('HGET', accounts_key(r.cl, r.ve), 'g:' .. r.tn))
+    call('ZREM', tenants_key(r.cl, r.ve), member(turn, r.tn))
+  end
   call('ZREM', age_key(r.cl, r.ve), r.id)
   if lane_waiting(r.cl, r.ve) == 0 then call('SREM', key('lanes'), lane_id(r.cl, r.ve)) end
-  if call('HINCRBY', key('queued'), r.tn, -1) <= 0 then call('HDEL', key('queued'), r.tn) end
+  call('HINCRBY', key('queued'), 't:' .. r.tn, int(-(r['in'] + r.mo)))
+  if call('HINCRBY', key('queued'), 'n:' .. r.tn, -1) <= 0 then call('HDEL', key('queued'), 'n:' .. r.tn, 't:' .. r.tn) end
   call('ZREM', key('deadlines'), r.id)
 end
 
@@ -88,7 +102,10 @@ end
 local function correct(r, units)
   local amount = charge(units, r.we) - charge(r.un, r.we)
   local acc = account(r.cl, r.ve, r.tn)
-  if amount > 0 or acc.epoch == r.ep then set_service(r.cl, r.ve, r.tn, acc.service + amount) end
+  if amount > 0 or acc.epoch == r.ep then
+    call('HSET', accounts_key(r.cl, r.ve), 's:' .. r.tn, int(acc.service + amount))
+    call('ZADD', tenants_key(r.cl, r.ve), 'XX', int(acc.service + amount), member(acc.turn, r.tn))
+  end
   local pass = 'p' .. r.cl
   local shift = charge(units, SHARES[r.cl]) - charge(r.un, SHARES[r.cl])
   if shift ~= 0 then call('HINCRBY', version_key(r.ve), pass, int(shift)) end
@@ -108,8 +125,8 @@ local function leave_prefill(r)
   call('HDEL', request_key(r.id), 'i2')
 end
 
-local function release(r)
-  correct(r, cost(r.ui, r.uc, r.uo))
+local function release(r, ran)
+  correct(r, units_of(r, ran))
   call('HINCRBY', version_key(r.ve), 'rn', -1)
   vacate(r.is)
   leave_prefill(r)
@@ -132,6 +149,15 @@ local function refuse(r, reason, message)
   call('ZADD', key('due'), int(now + RETRY), r.id)
   return ticket(r)
 end
+
+-- Whether the caller's time is that of the others: one that was frozen must hand nothing out.
+local function is_stale()
+  local latest = num(call('GET', key('latest')))
+  if now < latest - floor(LEASE / 4) then return true end
+  if now > latest then call('SET', key('latest'), int(now)) end
+  return false
+end
+local STALE = {err = 'STALE the caller is behind the others'}
 
 local function ripe(name)
   return call('ZRANGE', key(name), '-inf', int(now), 'BYSCORE', 'LIMIT', 0, BATCH)

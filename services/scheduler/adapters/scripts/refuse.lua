@@ -2,8 +2,8 @@
 local version, before = ARGV[3], tonumber(ARGV[4])
 local found = {}
 for class = 1, 3 do
-  for _, tenant in ipairs(call('ZRANGE', tenants_key(class, version), 0, -1)) do
-    local queue = queue_key(class, version, tenant)
+  for _, seat in ipairs(call('ZRANGE', tenants_key(class, version), 0, -1)) do
+    local queue = queue_key(class, version, string.sub(seat, 17))
     local members = call('ZRANGE', queue, '-inf', '(' .. int(before), 'BYSCORE', 'LIMIT', 0, BATCH, 'WITHSCORES')
     for i = 1, #members, 2 do
       found[#found + 1] = {id = string.sub(members[i], 17), deadline = tonumber(members[i + 1])}

@@ -8,7 +8,7 @@ for i = 3, #ARGV, 4 do
     r.lx = math.max(r.lx, now + LEASE)
     call('ZADD', key('leases'), int(r.lx), r.id)
     call('ZREM', key('due'), r.id) -- who renews a lease has its grant
-    local units = cost(r.ui, r.uc, r.uo)
+    local units = units_of(r, now - r.gr)
     if units > r.un then correct(r, units) end
     call('HSET', request_key(r.id), 'ui', ARGV[i + 1], 'uc', ARGV[i + 2], 'uo', ARGV[i + 3], 'lx', int(r.lx),
          'un', int(r.un))

@@ -1,12 +1,14 @@
 -- ARGV: 3 limit, then for each offer: instance, version, slots, place, part (w, p or d), token us, load us, handoff us.
 -- Answers {granted tickets, refused tickets}.
+if is_stale() then return STALE end
 local limit = tonumber(ARGV[3])
 local refused, granted, offers = refuse_overdue(), {}, {}
-local waits = {}
+local waits, slots_of = {}, {}
 for i = 4, #ARGV, 8 do
   local offer = {instance = ARGV[i], version = ARGV[i + 1], slots = tonumber(ARGV[i + 2]), place = ARGV[i + 3],
                  part = ARGV[i + 4], token_us = tonumber(ARGV[i + 5]), load_us = tonumber(ARGV[i + 6]),
                  handoff_us = tonumber(ARGV[i + 7])}
+  if offer.part ~= 'p' then slots_of[offer.version] = (slots_of[offer.version] or 0) + offer.slots end
   if not waits[offer.version] then waits[offer.version] = waiting(offer.version) end
   if waits[offer.version] > 0 and not drain_mark(offer.instance) then
     offer.used = num(call('HGET', key('in_use'), offer.instance))
@@ -68,8 +70,13 @@ end
 
 local function next_class(version, state)
   local best, least
+  local counts = {lane_waiting(1, version), lane_waiting(2, version), lane_waiting(3, version)}
+  if counts[3] > 0 and overload(counts[1] + counts[2], num(state[5]), slots_of[version]) > 0
+    and now - oldest(3, version) < PAUSE then
+    counts[3] = 0
+  end
   for class = 1, 3 do
-    if lane_waiting(class, version) > 0 then
+    if counts[class] > 0 then
       local urgency = num(state[1 + class]) - AGEING * math.max(0, now - oldest(class, version))
       if not best or urgency < least then best, least = class, urgency end
     end
@@ -83,7 +90,7 @@ local function note_pace(tenant)
   if last > 0 then
     call('HSET', key('pace'), 'a:' .. tenant, int(moved(num(pace[2]), math.max(0, now - last))))
   end
-  if call('HEXISTS', key('queued'), tenant) == 1 then
+  if call('HEXISTS', key('queued'), 'n:' .. tenant) == 1 then
     call('HSET', key('pace'), 'l:' .. tenant, int(now))
   elseif last > 0 then
     call('HDEL', key('pace'), 'l:' .. tenant)
@@ -94,18 +101,23 @@ while #granted < limit do
   local offer = least_loaded()
   if not offer then break end
   local version = offer.version
-  local state = call('HMGET', version_key(version), 'pf', 'p1', 'p2', 'p3')
+  local state = call('HMGET', version_key(version), 'pf', 'p1', 'p2', 'p3', 'ra', 'ro')
   local class = next_class(version, state)
-  local tenant = call('ZRANGE', tenants_key(class, version), 0, 0)[1]
+  local lane = tenants_key(class, version)
+  local seat = call('ZRANGE', lane, 0, 0)[1]
+  local tenant = string.sub(seat, 17)
   local first = call('ZRANGE', queue_key(class, version, tenant), 0, 0)[1]
   local r = read(string.sub(first, 17))
   unqueue(r)
   waits[version] = waits[version] - 1
   local acc = account(class, version, tenant)
-  local units = math.max(1, cost(r['in'], 0, predicted(acc.output, r.mo)))
+  local units = math.max(1, predicted(acc, num(state[6]), num(state[5]), r['in'], r.mo))
   local accounts = accounts_key(class, version)
-  if acc.service > num(call('HGET', accounts, 'floor')) then call('HSET', accounts, 'floor', int(acc.service)) end
-  set_service(class, version, tenant, acc.service + charge(units, r.we))
+  local head = call('HMGET', accounts, 'floor', 'turns')
+  local turn, served = num(head[2]) + 1, acc.service + charge(units, r.we)
+  call('HSET', accounts, 'floor', int(math.max(num(head[1]), acc.service)), 'turns', int(turn), 's:' .. tenant, int(served),
+       'g:' .. tenant, int(turn))
+  if call('ZREM', lane, seat) == 1 then call('ZADD', lane, int(served), member(turn, tenant)) end
   local pass = num(state[1 + class])
   call('HSET', version_key(version), 'pf', int(math.max(num(state[1]), pass)),
        'p' .. class, int(pass + charge(units, SHARES[class])))
