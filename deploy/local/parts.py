@@ -179,6 +179,7 @@ class _ServiceMaker:
             "ADMIN_PORT": str(admin),
             "ADMIN_KEY_HASH": hashlib.sha256(admin_key.encode()).hexdigest(),
             "METERING_URL": f"http://127.0.0.1:{metering_port}",
+            "OUTBOX_DIR": str(self._home.data / "outbox"),
         }
         part = self.service("gateway", "gateway", Tier.EDGE, http, settings)
         # It is alive before it has connected to its stores; it serves when its ports do.

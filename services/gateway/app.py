@@ -34,6 +34,7 @@ from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
 from services.gateway.adapters.openai_routes import OpenAIRoutes
 from services.gateway.adapters.openai_work import OpenAIWork
+from services.gateway.adapters.outbox.folder import OutboxFolder
 from services.gateway.adapters.request_metrics import PrometheusObserver
 from services.gateway.adapters.scheduler_bus import BusScheduler, receive_grants
 from services.gateway.adapters.text_codecs import CheckpointCodecs
@@ -102,7 +103,7 @@ class Gateway:
         self._world = world
         self._lifecycle = lifecycle
         self._stack = stack
-        self._readiness = Readiness("nats", "redis", "catalogue", "serving")
+        self._readiness = Readiness("nats", "redis", "catalogue", "usage_outbox", "serving")
         self._turns: list[asyncio.Lock] = []
         self._parts_closing = False
 
@@ -167,9 +168,7 @@ class Gateway:
         attempts = Attempts(settings.instance_id)
         settlements = Settlements(admission)
         scheduler = BusScheduler(bus)
-        outbox = UsageOutbox(bus)
-        outbox.start(self._lifecycle)
-        self._stack.push_async_callback(outbox.drain, OUTBOX_DRAIN_S)
+        outbox = await self._outbox(bus, scheduler)
         grants = await receive_grants(bus, settings.instance_id, attempts)
         self._stack.push_async_callback(grants.stop)
         self._every(HEARTBEAT_MS, lambda: beat(attempts, scheduler, world.clock), "heartbeat")
@@ -186,6 +185,22 @@ class Gateway:
             observer=PrometheusObserver(),
             clock=world.clock,
         )
+
+    async def _outbox(self, bus: EventBus, scheduler: BusScheduler) -> UsageOutbox:
+        """The outbox, with what a killed gateway left; the scheduler hears that its attempts have ended."""
+        settings, clock = self._settings, self._world.clock
+        folder = OutboxFolder.open(Path(settings.outbox_dir), settings.instance_id)
+        outbox = UsageOutbox(bus, events_max=settings.outbox_events_max, folder=folder)
+        self._stack.callback(outbox.close)
+        for finished in outbox.take_over(clock.now_ms()):
+            await scheduler.finished(finished)
+        outbox.start(self._lifecycle, clock)
+        self._stack.push_async_callback(outbox.drain, OUTBOX_DRAIN_S)
+        self._every(PROBE_MS, lambda: self._look_at(outbox), "usage_outbox_condition")
+        return outbox
+
+    async def _look_at(self, outbox: UsageOutbox) -> None:
+        self._readiness.set("usage_outbox", reason=outbox.alarm)
 
     async def _admin(
         self, bus: EventBus, redis: Redis, catalogue: CatalogueView, keys: KeyDirectory, addresses: Addresses

@@ -171,12 +171,31 @@ class SignatureSource(Protocol):
         ...
 
 
+class AttemptJournal(Protocol):
+    """Where the counts of one running attempt are kept, so that they outlive this process."""
+
+    def note(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """So much was taken from the engine. Call before a piece is handed on. Never raises, never waits."""
+        ...
+
+
 class UsageSink(Protocol):
     """Where usage events go so that they are not lost."""
 
     @property
     def has_room(self) -> bool:
         """Whether there is room for the events of one more request; without it new work is refused."""
+        ...
+
+    @property
+    def full_reason(self) -> str:
+        """Why there is no room, for the caller; empty while there is."""
+        ...
+
+    def begin(self, started: usage_pb2.UsageEvent, pool: str) -> AttemptJournal:
+        """An attempt runs from now on; `record` with the same event id ends it.
+
+        If this process is killed in between, its successor records the event as of the last note."""
         ...
 
     async def record(self, event: usage_pb2.UsageEvent) -> None:

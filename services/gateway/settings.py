@@ -18,3 +18,9 @@ class GatewaySettings(ServiceSettings):
     catalogue_file: str = Field(default="", description="catalogue to apply at start; empty = none")
     body_bytes_max: int = Field(default=32 * 1024 * 1024, ge=1024, description="longest request body, bytes")
     deadline_ms: int = Field(default=120_000, ge=1, description="time a request may take when it names none, ms")
+    outbox_dir: str = Field(
+        default=".roundhouse/outbox", description="folder of usage events until the stream has them; on a local disk"
+    )
+    outbox_events_max: int = Field(
+        default=50_000, ge=1, description="usage events that may wait; then new requests are refused with 503"
+    )

@@ -44,7 +44,6 @@ _in_flight = Gauge("roundhouse_gateway_requests_in_flight", "Admitted requests t
 _waiting = Gauge(
     "roundhouse_gateway_requests_waiting", "Requests that wait for a grant.", ("model",), registry=REGISTRY
 )
-_outbox = Gauge("roundhouse_gateway_usage_events_waiting", "Usage events the stream lacks.", registry=REGISTRY)
 
 
 class PrometheusObserver:
@@ -70,7 +69,3 @@ class PrometheusObserver:
         if ended.output_tokens > 1:
             rest_ms = ended.total_ms - ended.first_token_ms
             _per_token.labels(ended.operation, ended.model).observe(max(0, rest_ms) / 1000 / (ended.output_tokens - 1))
-
-    def usage_waiting(self, events: int) -> None:
-        """How many usage events wait for the stream."""
-        _outbox.set(events)

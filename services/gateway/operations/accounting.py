@@ -15,6 +15,7 @@ from services.gateway.operations.attempts import Attempt
 from services.gateway.ports import Caller, EngineRequest, InstanceBroken, TensorRequest
 
 EVENT_TYPE = "roundhouse.usage.v1"
+ABANDONED_STATUS = 502  # what the client of a gateway that vanished saw, if anything; as the scheduler says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,15 @@ def finished_message(ending: Ending) -> scheduling_pb2.Finished:
         run_ms=ending.run_ms,
         instance_broken=ending.instance_broken,
         node_id=attempt.grant.placements[0].node_id if attempt.grant.placements else "",
+        first_token_ms=_engine_first_token_ms(attempt),
     )
+
+
+def _engine_first_token_ms(attempt: Attempt) -> int:
+    """From the start of the stream; what the scheduler learns an instance's speed from. 0 = nothing came."""
+    if attempt.first_token_ms is None or attempt.opened_ms is None:
+        return 0
+    return max(1, attempt.submitted_ms + attempt.first_token_ms - attempt.opened_ms)
 
 
 def usage_event(work: Work, ending: Ending, cluster: str, now_ms: int) -> usage_pb2.UsageEvent:
@@ -119,4 +128,46 @@ def usage_event(work: Work, ending: Ending, cluster: str, now_ms: int) -> usage_
         subject=work.caller.tenant_id,
         time_unix_ms=now_ms,
         data=data,
+    )
+
+
+def started_event(work: Work, attempt: Attempt, cluster: str, now_ms: int, monotonic_ms: int) -> usage_pb2.UsageEvent:
+    """The event of an attempt as if its gateway died now: what `abandoned_event` completes. `now_ms` is Unix time."""
+    waited_ms = monotonic_ms - attempt.submitted_ms
+    return usage_event(work, Ending(attempt, Outcome.ABANDONED, ABANDONED_STATUS, 0, waited_ms), cluster, now_ms)
+
+
+def abandoned_event(
+    started: usage_pb2.UsageEvent, input_tokens: int, cached_tokens: int, output_tokens: int, *, ended_ms: int
+) -> usage_pb2.UsageEvent:
+    """The event of an attempt whose gateway was killed at `ended_ms` (Unix time), with the counts it had reached.
+
+    Nobody got anything of an attempt without a token, so that one costs nothing, as one that failed."""
+    event = usage_pb2.UsageEvent()
+    event.CopyFrom(started)
+    ran_ms = max(0, ended_ms - started.time_unix_ms)
+    event.data.input_tokens = input_tokens if output_tokens else 0
+    event.data.cached_tokens = cached_tokens if output_tokens else 0
+    event.data.output_tokens = output_tokens
+    event.data.counted_by = usage_pb2.TOKEN_SOURCE_GATEWAY
+    event.data.run_ms = ran_ms
+    event.data.total_ms = started.data.total_ms + ran_ms
+    event.time_unix_ms = started.time_unix_ms + ran_ms
+    return event
+
+
+def abandoned_finish(event: usage_pb2.UsageEvent, pool: str) -> scheduling_pb2.Finished:
+    """The finish of an attempt that its killed gateway can no longer report: its slot is free at once."""
+    data = event.data
+    return scheduling_pb2.Finished(
+        request_id=data.request_id,
+        attempt=data.attempt,
+        lease_id=event.id,
+        pool=pool,
+        outcome=data.outcome,
+        input_tokens=data.input_tokens,
+        cached_tokens=data.cached_tokens,
+        output_tokens=data.output_tokens,
+        run_ms=data.run_ms,
+        node_id=data.node_id,
     )

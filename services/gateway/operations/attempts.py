@@ -12,7 +12,7 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.vocabulary import RequestId
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.outcomes import refusal_error
-from services.gateway.ports import Admitted
+from services.gateway.ports import Admitted, AttemptJournal
 
 FINISHED_REPEAT_MS = 5_000  # contract: a finish is repeated in the heartbeats of the next 5 s
 
@@ -33,6 +33,7 @@ class Attempt:
     rejected: bool = False
     grant: wire.Grant | None = None
     opened_ms: int | None = None  # monotonic; when the engine stream was opened
+    journal: AttemptJournal | None = None  # set with `opened_ms`
     first_token_ms: int | None = None  # from submit
     input_tokens: int = 0
     cached_tokens: int = 0

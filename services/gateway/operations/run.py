@@ -15,7 +15,7 @@ from roundhouse.errors import EngineFailed, RoundhouseError, Unavailable
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.outcomes import refusal_error
-from services.gateway.operations.accounting import Work, ending_of, finished_message, usage_event
+from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.engine_streams import Produced, produced_by
 from services.gateway.operations.shielding import finished_anyway
@@ -152,6 +152,7 @@ class Run:
         """Open the engine streams and yield what they produce."""
         attempt.opened_ms = self._parts.clock.monotonic_ms()
         attempt.input_tokens = self.work.input_tokens
+        self._begin_journal(attempt)
         calls = [_placed(call, grant) for call in self.work.calls]
         timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
         produced = produced_by(self._parts.node, grant.placements[0], calls, timeout_ms)
@@ -164,6 +165,7 @@ class Run:
             attempt.first_token_ms = self._parts.clock.monotonic_ms() - attempt.submitted_ms
             while item is not None:
                 left -= self._count(attempt, item)
+                self._note(attempt)  # before it is handed on: a kill after this loses nothing
                 if left == 0:
                     # Before the last piece is handed on: a client that leaves after reading it has had everything.
                     await finished_anyway(self.finish(None))
@@ -173,6 +175,16 @@ class Run:
                 raise EngineFailed("The engine ended without finishing the request.")
         finally:
             await finished_anyway(_close(first, produced))
+
+    def _begin_journal(self, attempt: Attempt) -> None:
+        clock = self._parts.clock
+        started = started_event(self.work, attempt, self._parts.cluster, clock.now_ms(), clock.monotonic_ms())
+        attempt.journal = self._parts.usage.begin(started, attempt.pool)
+        self._note(attempt)
+
+    def _note(self, attempt: Attempt) -> None:
+        assert attempt.journal is not None
+        attempt.journal.note(attempt.input_tokens, attempt.cached_tokens, attempt.output_tokens)
 
     def _count(self, attempt: Attempt, item: Produced) -> bool:
         """Add a piece to the books; True if it is the last one of its call."""

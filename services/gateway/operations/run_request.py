@@ -61,7 +61,8 @@ async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
     was spent. Inside, iterate `Run.events()`. The deadline ends the body with DeadlinePassed. An exception of the body,
     cancellation included, decides the outcome of an attempt that is still open; leaving settles, even if cancelled."""
     if not parts.usage.has_room:
-        raise Unavailable("Usage cannot be recorded now.", retry_after_ms=OUTBOX_FULL_RETRY_MS)
+        reason = f"Usage cannot be recorded now: {parts.usage.full_reason}"
+        raise Unavailable(reason, retry_after_ms=OUTBOX_FULL_RETRY_MS)
     admitted = await parts.admission.admit(
         work.caller,
         work.request_id,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 
 import httpx
 
@@ -73,6 +74,7 @@ async def running_gateway(
     await scheduler.start()
     await _add_keys(redis_url)
     view = FixedCatalogue(catalogue)
+    outbox_dir = TemporaryDirectory(prefix="rh-outbox-")
     addresses = Addresses()
     values = {
         "nats_url": nats_url,
@@ -83,6 +85,7 @@ async def running_gateway(
         "grpc_port": 0,
         "admin_port": 0,
         "drain_seconds": 5,
+        "outbox_dir": outbox_dir.name,
         **settings,
     }
     world = World(catalogue=view, node=node)
@@ -98,6 +101,7 @@ async def running_gateway(
     finally:
         await scheduler.stop()
         await bus.close()
+        outbox_dir.cleanup()
 
 
 async def until(true: Callable[[], bool], *, within_s: float = 10) -> None:

@@ -11,7 +11,7 @@ from roundhouse.wire.v1.usage_pb2 import UsageData, UsageEvent
 from services.gateway.adapters.client_connection import Sender, while_connected
 from services.gateway.adapters.usage_outbox import UsageOutbox
 from services.gateway.operations.shielding import finished_anyway
-from tests.fakes.clock import run_virtual
+from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.event_bus import FakeBus
 
 
@@ -29,7 +29,7 @@ def test_events_wait_for_the_stream_and_arrive_once() -> None:
         outbox = UsageOutbox(bus, events_max=3)
         async with asyncio.TaskGroup() as tasks:
             lifecycle = Lifecycle(tasks)
-            outbox.start(lifecycle)
+            outbox.start(lifecycle, VirtualClock())
             for number in (1, 2, 3, 3):
                 await outbox.record(event(number))
             full = not outbox.has_room
@@ -53,7 +53,7 @@ def test_a_drain_is_bounded() -> None:
         outbox = UsageOutbox(bus)
         async with asyncio.TaskGroup() as tasks:
             lifecycle = Lifecycle(tasks)
-            outbox.start(lifecycle)
+            outbox.start(lifecycle, VirtualClock())
             await outbox.record(event(1))
             assert await outbox.drain(5) == 1
             lifecycle.cancel_tasks()
