@@ -13,6 +13,8 @@ from roundhouse.catalogue.records import Catalogue
 from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
 from services.metering.domain.prices import PriceBook, PriceRule
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
+from services.metering.domain.rating import Rating
+from services.metering.domain.statements import ClosedPeriod, Statement, Sums
 from services.metering.domain.usage import UsageFacts
 
 
@@ -125,6 +127,62 @@ class PriceSource(Protocol):
     @property
     def not_ready_reason(self) -> str | None:
         """Why nothing is known yet; None once the store was read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RatingPage:
+    """Rows of a period by their own time, [from_ms, to_ms), after a sequence, at most `limit` looked at."""
+
+    from_ms: int
+    to_ms: int
+    after: int = 0
+    limit: int = 1_000
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rerated:
+    """What one page came to. `changes` holds old and new rating of every row that is (or would be) corrected."""
+
+    examined: int
+    changes: tuple[tuple[Rating, Rating], ...]
+    next_after: int | None  # None: there is nothing after it
+
+
+class Accounts(Protocol):
+    """Accounting periods: months, known by their start in milliseconds. Raises Unavailable while the database is away.
+
+    Every answer is as of one instant, down to the last row that is committed."""
+
+    async def close(self, period_ms: int, *, now_ms: int) -> ClosedPeriod:
+        """Book nothing more in a month, and sign what it came to. Idempotent: closed again, it is what it was.
+
+        Raises Conflict if the month is not over, or an earlier one in which something is booked is open."""
+        ...
+
+    async def closed(self) -> Sequence[ClosedPeriod]:
+        """Every closed period, oldest first."""
+        ...
+
+    async def sums(self, period_ms: int) -> Sequence[tuple[str, Sums]]:
+        """What a period comes to now, by pseudonym and currency, as in the signed document."""
+        ...
+
+    async def statement(self, tenant_id: str, period_ms: int) -> Statement:
+        """What is booked for a tenant in a period; no lines if nothing is."""
+        ...
+
+    async def tenants(self, period_ms: int) -> Sequence[str]:
+        """For whom anything is booked in a period, sorted."""
+        ...
+
+
+class Rerating(Protocol):
+    """Corrections of rows that were rated at another price than holds now for their time."""
+
+    async def rerate(self, page: RatingPage, book: PriceBook, *, now_ms: int) -> Rerated:
+        """Correct one page of rows; nothing is written if the page is a dry run. Idempotent. Raises Unavailable."""
         ...
 
 

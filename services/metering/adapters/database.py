@@ -52,7 +52,7 @@ def add_exactly(one: str, other: str) -> str:
 
 def negate_exactly(text: str) -> str:
     """A decimal text with the other sign, for SQLite."""
-    return money_text(-Decimal(text))
+    return money_text(Decimal(text).copy_negate())
 
 
 def ledger_url(text: str) -> URL:
