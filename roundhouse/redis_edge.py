@@ -41,10 +41,10 @@ def open_redis(url: str, *, connections_max: int = CONNECTIONS_MAX) -> Redis:
 class LuaScript:
     """One script, kept as a `.lua` file beside the adapter that calls it."""
 
-    def __init__(self, package: str, name: str, *, prelude: str = "") -> None:
-        """Read `name` from `package`; `prelude` is a file put before it, for steps that several scripts share."""
+    def __init__(self, package: str, name: str, *, prelude: Sequence[str] = ()) -> None:
+        """Read `name` from `package`; `prelude` names files put before it, for steps that several scripts share."""
         self.name = name
-        files = [resources.files(package).joinpath(each) for each in (prelude, name) if each]
+        files = [resources.files(package).joinpath(each) for each in (*prelude, name)]
         self._text = "\n".join(file.read_text() for file in files)
         self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 

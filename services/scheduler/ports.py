@@ -28,6 +28,8 @@ from services.scheduler.domain.records import (
     Room,
     Taken,
     Ticket,
+    Turn,
+    TurnDone,
     VersionKey,
 )
 from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder
@@ -39,6 +41,13 @@ class SchedulingStore(Protocol):
     """The queues of all pools, shared by all replicas. Every verb is atomic and decides as `FairQueue` does.
 
     Every verb raises Unavailable if the store is away; then it may have happened or not, and repeating it is safe."""
+
+    async def turn(self, pool: PoolName, turn: Turn, now_ms: int) -> TurnDone:
+        """Endings, then entries, then grants, as one decision.
+
+        Raises Unavailable too, and does nothing, if it hands slots out and `now_ms` is behind what other replicas
+        said: this process was frozen."""
+        ...
 
     async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
         """Queue an attempt. A refusal changes nothing."""

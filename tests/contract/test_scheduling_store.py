@@ -30,6 +30,7 @@ from services.scheduler.domain.records import (
     RefusalReason,
     Room,
     Tokens,
+    Turn,
     instance_key,
     version_key,
 )
@@ -236,22 +237,21 @@ class BothStores(RuleBasedStateMachine):
         cached: Any,
         terms: list[Any],
     ) -> None:
-        """Several patient requests at once, then one slot on each node."""
+        """One ends, several patient requests come, three slots are given: one turn."""
+        entries = []
         for tenant, name in zip(tenants, names, strict=False):
             self.fresh += 1
             attempt = AttemptId(f"fresh{self.fresh}/1")
-            self.enqueue_one(
-                QueueEntry(attempt, tenant, version, name, *size, self.now_ms + 60_000, weight, b"", cached),
-                Room(50, 3),
-            )
-        these = [
+            entry = QueueEntry(attempt, tenant, version, name, *size, self.now_ms + 60_000, weight, b"", cached)
+            entries.append((entry, Room(50, 3)))
+        these = tuple(
             Offer(instance_key(node, version), version, 3, node.encode(), *each)
             for node, each in zip(NODES, terms, strict=True)
-        ]
-        taken = self.same(
-            self.real.take(self.pool, these, 3, self.now_ms), self.fake.take(self.pool, these, 3, self.now_ms)
         )
-        self.running += [ticket.attempt for ticket in taken.granted]
+        endings = [Ending(attempt, Outcome.DONE, Tokens(*size), 700) for attempt in self.running[:1]]
+        turn = Turn(tuple(endings), tuple(entries), these, 3)
+        done = self.same(self.real.turn(self.pool, turn, self.now_ms), self.fake.turn(self.pool, turn, self.now_ms))
+        self.running = self.running[1:] + [ticket.attempt for ticket in done.taken.granted]
 
     @rule(how_many=st.integers(1, 4), used=used, run_ms=st.integers(1, 5_000))
     def serve(self, how_many: int, used: Tokens, run_ms: int) -> None:

@@ -27,6 +27,8 @@ from services.scheduler.domain.records import (
     Room,
     Taken,
     Ticket,
+    Turn,
+    TurnDone,
     VersionKey,
 )
 from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder
@@ -46,6 +48,9 @@ class InMemorySchedulingStore:
         if self.away:
             raise Unavailable("the store is away")
         return self.pools.setdefault(pool, FairQueue(self._policy))
+
+    async def turn(self, pool: PoolName, turn: Turn, now_ms: int) -> TurnDone:
+        return self.queue(pool).turn(turn, now_ms)
 
     async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
         return self.queue(pool).enqueue(entry, room, now_ms)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-from roundhouse.vocabulary import NodeId, TenantId
+from roundhouse.vocabulary import NodeId, Outcome, TenantId
 from services.scheduler.domain.records import (
     CLASSES,
     AttemptId,
@@ -15,18 +15,25 @@ from services.scheduler.domain.records import (
     LaneDepth,
     LoadClaim,
     LoadFailure,
+    NotHeld,
     PoolState,
     Queued,
     QueueEntry,
     QueueFull,
+    Settled,
     Shed,
     Standing,
+    Taken,
     Ticket,
     Tokens,
     TooLate,
+    Turn,
+    TurnDone,
     VersionKey,
 )
 from services.scheduler.domain.service import Policy
+
+Argument = str | bytes | int | float
 
 
 def policy_argument(policy: Policy) -> str:
@@ -41,6 +48,32 @@ def warm_argument(entry: QueueEntry) -> bytes:
         name = instance.encode()
         parts.append(b"%d|%d|%s" % (cached, len(name), name))
     return b"".join(parts)
+
+
+def turn_arguments(turn: Turn) -> list[Argument]:
+    """A turn as `turn.lua` reads it."""
+    arguments: list[Argument] = [len(turn.endings), len(turn.entries), turn.limit]
+    for ending in turn.endings:
+        arguments += (ending.attempt, int(ending.outcome is Outcome.DONE))
+        arguments += (ending.used.input, ending.used.cached, ending.used.output, ending.run_ms)
+    for entry, room in turn.entries:
+        arguments += (entry.attempt, entry.tenant_id, entry.version, CLASSES.index(entry.priority_class) + 1)
+        arguments += (entry.input_tokens, entry.max_output_tokens, entry.deadline_ms, entry.weight_milli, entry.payload)
+        arguments += (room.queue_limit, room.slots, room.start_after_ms, warm_argument(entry), room.token_limit)
+    for offer in turn.offers:
+        arguments += (offer.instance, offer.version, offer.slots, offer.place)
+        arguments += (offer.part.value, offer.token_us, offer.load_us, offer.handoff_us)
+    return arguments
+
+
+def turn_done(reply: Sequence[Any]) -> TurnDone:
+    """The answer of `turn.lua`."""
+    finished, queued, granted, refused = reply
+    return TurnDone(
+        tuple(Settled(VersionKey(each.decode())) if each else NotHeld() for each in finished),
+        tuple(enqueued(each) for each in queued),
+        Taken(tickets(granted), tickets(refused)),
+    )
 
 
 def enqueued(reply: Sequence[Any]) -> Enqueued:

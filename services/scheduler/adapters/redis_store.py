@@ -13,10 +13,9 @@ from redis.asyncio import Redis
 
 from roundhouse.redis_edge import LuaScript
 from roundhouse.subjects import encode_token
-from roundhouse.vocabulary import NodeId, Outcome, PoolName
+from roundhouse.vocabulary import NodeId, PoolName
 from services.scheduler.adapters import redis_records as records
 from services.scheduler.domain.records import (
-    CLASSES,
     AttemptId,
     Cancelled,
     Drain,
@@ -28,16 +27,16 @@ from services.scheduler.domain.records import (
     Finish,
     InstanceKey,
     LoadFailure,
-    NotHeld,
     Offer,
     PoolState,
     Progress,
     QueueEntry,
     RefusalReason,
     Room,
-    Settled,
     Taken,
     Ticket,
+    Turn,
+    TurnDone,
     VersionKey,
 )
 from services.scheduler.domain.residency import Claim, ClaimDenied, Claimed, ClaimOrder, DrainOrder
@@ -46,9 +45,7 @@ from services.scheduler.domain.service import Policy
 Argument = str | bytes | int | float
 _PACKAGE = "services.scheduler.adapters.scripts"
 _VERBS = (
-    "enqueue",
-    "take",
-    "finish",
+    "turn",
     "cancel",
     "renew",
     "expire",
@@ -59,6 +56,14 @@ _VERBS = (
     "load",
     "snapshot",
 )
+
+
+_STEPS = {"turn": ("enqueue.lua", "seats.lua", "take.lua", "finish.lua")}
+
+
+def script(verb: str) -> LuaScript:
+    """The script of a verb with the steps it is made of."""
+    return LuaScript(_PACKAGE, f"{verb}.lua", prelude=("queue.lua", *_STEPS.get(verb, ())))
 
 
 def pool_prefix(pool: PoolName) -> str:
@@ -78,49 +83,27 @@ class RedisSchedulingStore:
         self._policy = records.policy_argument(policy)
         by_time = records.policy_argument(replace(policy, device_time=True))
         self._policies = dict.fromkeys(device_time_pools, by_time)
-        self._scripts = {verb: LuaScript(_PACKAGE, f"{verb}.lua", prelude="queue.lua") for verb in _VERBS}
+        self._scripts = {verb: script(verb) for verb in _VERBS}
 
     async def _run(self, verb: str, pool: PoolName, now_ms: int, arguments: Iterable[Argument] = ()) -> Any:
         policy = self._policies.get(pool, self._policy)
         return await self._scripts[verb](self._redis, [pool_prefix(pool)], [now_ms, policy, *arguments])
 
+    async def turn(self, pool: PoolName, turn: Turn, now_ms: int) -> TurnDone:
+        """See `SchedulingStore.turn`."""
+        return records.turn_done(await self._run("turn", pool, now_ms, records.turn_arguments(turn)))
+
     async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
         """See `SchedulingStore.enqueue`."""
-        arguments: list[Argument] = [
-            entry.attempt,
-            entry.tenant_id,
-            entry.version,
-            CLASSES.index(entry.priority_class) + 1,
-            entry.input_tokens,
-            entry.max_output_tokens,
-            entry.deadline_ms,
-            entry.weight_milli,
-            entry.payload,
-            room.queue_limit,
-            room.slots,
-            room.start_after_ms,
-            records.warm_argument(entry),
-            room.token_limit,
-        ]
-        return records.enqueued(await self._run("enqueue", pool, now_ms, arguments))
+        return (await self.turn(pool, Turn(entries=((entry, room),)), now_ms)).enqueued[0]
 
     async def take(self, pool: PoolName, offers: Sequence[Offer], limit: int, now_ms: int) -> Taken:
         """See `SchedulingStore.take`."""
-        arguments: list[Argument] = [limit]
-        for offer in offers:
-            arguments += [offer.instance, offer.version, offer.slots, offer.place]
-            arguments += [offer.part.value, offer.token_us, offer.load_us, offer.handoff_us]
-        granted, refused = await self._run("take", pool, now_ms, arguments)
-        return Taken(records.tickets(granted), records.tickets(refused))
+        return (await self.turn(pool, Turn(offers=tuple(offers), limit=limit), now_ms)).taken
 
     async def finish(self, pool: PoolName, endings: Sequence[Ending], now_ms: int) -> tuple[Finish, ...]:
         """See `SchedulingStore.finish`."""
-        arguments: list[Argument] = []
-        for each in endings:
-            done = int(each.outcome is Outcome.DONE)
-            arguments += [each.attempt, done, each.used.input, each.used.cached, each.used.output, each.run_ms]
-        answers = await self._run("finish", pool, now_ms, arguments)
-        return tuple(Settled(VersionKey(each.decode())) if each else NotHeld() for each in answers)
+        return (await self.turn(pool, Turn(endings=tuple(endings)), now_ms)).finishes
 
     async def cancel(self, pool: PoolName, attempt: AttemptId, now_ms: int) -> Cancelled:
         """See `SchedulingStore.cancel`."""

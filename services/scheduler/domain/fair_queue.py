@@ -43,6 +43,8 @@ from services.scheduler.domain.records import (
     Ticket,
     Tokens,
     TooLate,
+    Turn,
+    TurnDone,
     VersionKey,
 )
 from services.scheduler.domain.residency import Claim, ClaimOrder, DrainOrder, ResidencyBook
@@ -72,6 +74,15 @@ class FairQueue:
         self.used_ms: dict[InstanceKey, int] = {}
 
     # -- verbs ------------------------------------------------------------------------------------------------------
+
+    def turn(self, turn: Turn, now_ms: int) -> TurnDone:
+        """Endings, then entries, then grants. Raises Unavailable as `take` does, and then does nothing."""
+        if turn.limit:
+            self._fence(now_ms)
+        finishes = tuple(self.finish(each, now_ms) for each in turn.endings)
+        enqueued = tuple(self.enqueue(entry, room, now_ms) for entry, room in turn.entries)
+        taken = self.take(turn.offers, turn.limit, now_ms) if turn.limit else Taken()
+        return TurnDone(finishes, enqueued, taken)
 
     def enqueue(self, entry: QueueEntry, room: Room, now_ms: int) -> Enqueued:
         """Queue an attempt. A refusal changes nothing (invariant 15)."""
@@ -236,8 +247,6 @@ class FairQueue:
         """The tenant's counter in the entry's lane."""
         return self._versions[version].lanes[entry.priority_class].account(entry.tenant_id).service_milli
 
-    # -- steps ------------------------------------------------------------------------------------------------------
-
     def _fence(self, now_ms: int) -> None:
         if now_ms < self._latest_ms - self.policy.stale_ms:
             raise Unavailable("this process's time is behind that of others")
@@ -363,8 +372,6 @@ class FairQueue:
                 return
             del self._graves[attempt_id]
             del self._attempts[attempt_id]
-
-    # -- residency --------------------------------------------------------------------------------------------------
 
     def begin_drain(self, order: DrainOrder, now_ms: int) -> Drain:
         """See `ResidencyBook.begin_drain`; who uses and who waits is known here. Raises Unavailable as `take` does."""

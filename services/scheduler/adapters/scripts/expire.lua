@@ -3,7 +3,7 @@ local refused, lapsed = refuse_overdue(), {}
 for _, id in ipairs(ripe('leases')) do
   local r = read(id)
   if r then
-    release(r, r.lx - LEASE - r.gr)
+    release(r, r.lx - LEASE - r.gr, false)
     r.st, r.ed = 'lapsed', now
     call('HSET', request_key(id), 'st', r.st, 'ed', int(now))
     call('ZADD', key('due'), int(now + RETRY), id)

@@ -25,7 +25,8 @@ local function queue_key(class, version, tenant)
 end
 local function version_key(version) return key('v:' .. version) end
 local function request_key(id) return key('r:' .. id) end
-local function member(seq, id) return string.format('%016.0f', seq) .. id end -- also of a lane: of equals the oldest turn
+-- In a queue: of equal deadlines the first to come. In a lane: of equal service the one with the oldest turn.
+local function member(seq, id) return string.format('%016.0f', seq) .. id end
 
 -- Arithmetic: services/scheduler/domain/service.py
 local function cost(input, cached, output)
@@ -70,7 +71,20 @@ local function ticket(r)
           int(r.ui), int(r.uc), int(r.uo), r.p2}
 end
 
-local function lane_waiting(class, version) return call('ZCARD', age_key(class, version)) end
+local depths = {} -- of lanes, as far as this run has looked
+local function lane_waiting(class, version)
+  local lane = lane_id(class, version)
+  local depth = depths[lane]
+  if not depth then
+    depth = call('ZCARD', age_key(class, version))
+    depths[lane] = depth
+  end
+  return depth
+end
+local function deepen(class, version, by)
+  local lane = lane_id(class, version)
+  if depths[lane] then depths[lane] = depths[lane] + by end
+end
 local function waiting(version)
   return lane_waiting(1, version) + lane_waiting(2, version) + lane_waiting(3, version)
 end
@@ -79,11 +93,12 @@ local function oldest(class, version)
 end
 
 local function account(r_class, version, tenant)
-  local v = call('HMGET', accounts_key(r_class, version), 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant,
-                 'g:' .. tenant)
+  local v = call('HMGET', accounts_key(r_class, version),
+                 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant, 'g:' .. tenant)
   return {service = num(v[1]), epoch = num(v[2]), output = num(v[3]), cost = num(v[4]), turn = num(v[5])}
 end
 
+-- Answers how many requests of the tenant wait after it.
 local function unqueue(r)
   local queue = queue_key(r.cl, r.ve, r.tn)
   call('ZREM', queue, member(r.sq, r.id))
@@ -92,10 +107,13 @@ local function unqueue(r)
     call('ZREM', tenants_key(r.cl, r.ve), member(turn, r.tn))
   end
   call('ZREM', age_key(r.cl, r.ve), r.id)
+  deepen(r.cl, r.ve, -1)
   if lane_waiting(r.cl, r.ve) == 0 then call('SREM', key('lanes'), lane_id(r.cl, r.ve)) end
   call('HINCRBY', key('queued'), 't:' .. r.tn, int(-(r['in'] + r.mo)))
-  if call('HINCRBY', key('queued'), 'n:' .. r.tn, -1) <= 0 then call('HDEL', key('queued'), 'n:' .. r.tn, 't:' .. r.tn) end
+  local left = call('HINCRBY', key('queued'), 'n:' .. r.tn, -1)
+  if left <= 0 then call('HDEL', key('queued'), 'n:' .. r.tn, 't:' .. r.tn) end
   call('ZREM', key('deadlines'), r.id)
+  return left
 end
 
 -- Replaces what an attempt was charged by `units`; a refund from before the tenant's last lift is dropped.
@@ -125,9 +143,26 @@ local function leave_prefill(r)
   call('HDEL', request_key(r.id), 'i2')
 end
 
-local function release(r, ran)
-  correct(r, units_of(r, ran))
-  call('HINCRBY', version_key(r.ve), 'rn', -1)
+-- The slot is free; what was charged is corrected to what was used. `learn`: it is one to predict others from.
+local function release(r, ran, learn)
+  local units = units_of(r, ran)
+  local acc, model = account(r.cl, r.ve, r.tn), call('HMGET', version_key(r.ve), 'rn', 'p' .. r.cl, 'ra', 'ro')
+  local amount = charge(units, r.we) - charge(r.un, r.we)
+  if amount ~= 0 and (amount > 0 or acc.epoch == r.ep) then
+    acc.service = acc.service + amount
+    call('ZADD', tenants_key(r.cl, r.ve), 'XX', int(acc.service), member(acc.turn, r.tn))
+  end
+  local pass = num(model[2]) + charge(units, SHARES[r.cl]) - charge(r.un, SHARES[r.cl])
+  r.un = units
+  if learn then
+    call('HSET', accounts_key(r.cl, r.ve), 's:' .. r.tn, int(acc.service), 'o:' .. r.tn, int(moved(acc.output, r.uo)),
+         'c:' .. r.tn, int(moved(acc.cost, units)))
+    call('HSET', version_key(r.ve), 'rn', int(num(model[1]) - 1), 'p' .. r.cl, int(pass),
+         'ro', int(moved(num(model[4]), r.uo)), 'ra', int(ran > 0 and moved(num(model[3]), ran) or num(model[3])))
+  else
+    call('HSET', accounts_key(r.cl, r.ve), 's:' .. r.tn, int(acc.service))
+    call('HSET', version_key(r.ve), 'rn', int(num(model[1]) - 1), 'p' .. r.cl, int(pass))
+  end
   vacate(r.is)
   leave_prefill(r)
   call('ZREM', key('leases'), r.id)
