@@ -23,6 +23,7 @@ from roundhouse.clock import Clock
 from roundhouse.errors import Forbidden, InvalidInput, NotFound
 from roundhouse.vocabulary import KeyId
 from services.gateway.adapters import admin_json
+from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.http_edge import EdgeRoute, HttpEdge, router
 from services.gateway.adapters.http_errors import error_headers, http_status, openai_error
 from services.gateway.adapters.http_requests import RequestReader
@@ -80,6 +81,7 @@ class AdminServices:
     usage: UsageQueries
     clock: Clock
     erasing: CacheErasure
+    metering: MeteringProxy
 
 
 def admin_app(services: AdminServices) -> ASGIApp:
@@ -96,6 +98,7 @@ def admin_app(services: AdminServices) -> ASGIApp:
         _route("GET", "/keys", _for_operators(api.list_keys)),
         _route("DELETE", "/keys/{key_id}", _for_operators(api.revoke_key)),
         _route("GET", "/usage", api.show_usage),
+        *(_route(method, "/metering/{path:path}", services.metering.forward) for method in ("GET", "POST", "DELETE")),
         _route("GET", "/nodes", _for_operators(api.list_nodes)),
         _route("POST", "/tenants/{tenant}/erase-cache", _for_operators(api.erase_cache)),
         _route("POST", "/models/{name}/load", _for_operators(api.load_model)),

@@ -20,6 +20,7 @@ from roundhouse.event_bus import EventBus
 from services.gateway.adapters.admin_api import AdminServices
 from services.gateway.adapters.admin_caches import GrpcNodeCaches
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
+from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader
 from services.gateway.adapters.admin_usage import HttpUsageQueries
 from services.gateway.operations.admin_models import ModelOperations
@@ -63,6 +64,7 @@ async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
                 models=ModelOperations(parts.catalogue, nodes, GrpcNodeLoader(), audit),
                 nodes=nodes,
                 usage=HttpUsageQueries(metering),
+                metering=MeteringProxy(metering),
                 clock=parts.clock,
                 erasing=CacheErasure(parts.cluster, nodes, GrpcNodeCaches(), audit),
             )

@@ -18,6 +18,7 @@ from roundhouse.event_bus import Message
 from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.adapters.admin_api import AdminServices, admin_app
+from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
 from services.gateway.operations.admin_models import ModelOperations
@@ -120,6 +121,7 @@ class World:
             usage=EchoingUsage(),
             clock=self.clock,
             erasing=CacheErasure("cluster", self.nodes, self.caches, audit),
+            metering=MeteringProxy(httpx.AsyncClient(base_url="http://metering")),  # sends nothing until it is called
         )
         transport = httpx.ASGITransport(admin_app(services))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1")
