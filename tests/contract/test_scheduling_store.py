@@ -195,10 +195,10 @@ class BothStores(RuleBasedStateMachine):
         arguments = (self.pool, instance_key(node, version), self.now_ms)
         self.same(self.real.clear_drain(*arguments), self.fake.clear_drain(*arguments))
 
-    @rule(node=nodes, version=versions, owner=st.sampled_from(["x", "y|"]), old=st.booleans())
-    def claim_load(self, node: NodeId, version: Any, owner: str, old: bool) -> None:
+    @rule(node=nodes, version=versions, owner=st.sampled_from(["x", "y|"]), old=st.booleans(), gang=st.booleans())
+    def claim_load(self, node: NodeId, version: Any, owner: str, old: bool, gang: bool) -> None:
         revision = self.fake.queue(self.pool).residency.revision - old
-        order = ClaimOrder(version, LoadClaim(node, owner, self.now_ms + 1_000, 7), revision)
+        order = ClaimOrder(version, LoadClaim(node, owner, self.now_ms + 1_000, 7, (0, 12) if gang else ()), revision)
         self.same(
             self.real.claim_load(self.pool, order, self.now_ms), self.fake.claim_load(self.pool, order, self.now_ms)
         )

@@ -147,10 +147,18 @@ def _drain_mark(value: str) -> DrainMark:
 
 
 def _load_claim(value: str) -> LoadClaim:
-    until_ms, size, length, rest = value.split("|", 3)
+    until_ms, amount, length, rest = value.split("|", 3)
+    size, _, devices = amount.partition(":")
     raw = rest.encode()  # Lua counts bytes
     node, owner = raw[: int(length)].decode(), raw[int(length) :].decode()
-    return LoadClaim(NodeId(node), owner, int(until_ms), int(size))
+    return LoadClaim(
+        NodeId(node), owner, int(until_ms), int(size), tuple(map(int, devices.split(",") if devices else ()))
+    )
+
+
+def claimed_amount(claim: LoadClaim) -> str:
+    """Bytes and devices of a claim, as one word that `load.lua` keeps without reading it."""
+    return f"{claim.bytes}:{','.join(map(str, claim.devices))}"
 
 
 def _failure(name: str, value: str) -> tuple[tuple[VersionKey, NodeId], LoadFailure]:

@@ -162,7 +162,7 @@ class RedisSchedulingStore:
             claim.node_id,
             claim.owner,
             claim.until_ms,
-            claim.bytes,
+            records.claimed_amount(claim),
             order.revision,
         ]
         answer = await self._run("load", pool, now_ms, arguments)

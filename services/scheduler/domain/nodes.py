@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from roundhouse.vocabulary import NodeId, PoolName
-from services.scheduler.domain.records import VersionKey
+from services.scheduler.domain.records import VersionKey, base_of
 
 
 class Residence(StrEnum):
@@ -17,6 +17,22 @@ class Residence(StrEnum):
     DRAINING = "draining"
     UNLOADING = "unloading"
     FAILED = "failed"
+
+
+class Role(StrEnum):
+    """Which part of requests a node runs. Source: ARCHITECTURE.md, "Words"."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Tier(StrEnum):
+    """Where weights are, next to the device last."""
+
+    SOURCE = "source"
+    DISK = "disk"
+    HOST = "host"
 
 
 ARRIVING = frozenset({Residence.STAGING, Residence.LOADING})
@@ -36,6 +52,20 @@ class InstanceView:
     load_ms: int = 0
     reason: str = ""
     retry_at_ms: int = 0
+    devices: tuple[int, ...] = ()  # it stands on these, evenly; empty = not told
+    tier: Tier = Tier.SOURCE  # the fastest that holds its weights, whether it is on a device or not
+    remaining_ms: int = 0  # of a load that goes on; 0 = not told
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """One GPU or MIG slice."""
+
+    index: int
+    capacity: int
+    free: int  # capacity - resident - reserved
+    link_group: int = 0  # devices of one group exchange tensors directly
+    mig: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +78,23 @@ class NodeView:
     device_capacity: int
     device_free: int  # capacity - resident - reserved
     instances: tuple[InstanceView, ...] = ()
+    role: Role = Role.MIXED
+    devices: tuple[DeviceView, ...] = ()  # empty = one, of the node's size
+    speeds: tuple[tuple[Tier, int], ...] = ()  # bytes per ms from a tier towards the device, where measured
 
     def find(self, version: VersionKey) -> InstanceView | None:
-        """The instance of a version on this node."""
+        """The instance of a version on this node, for that owner."""
         return next((each for each in self.instances if each.version == version), None)
+
+    def find_any(self, version: VersionKey) -> InstanceView | None:
+        """The instance of a version on this node, whoever it is for: there is one at most."""
+        base = base_of(version)
+        return next((each for each in self.instances if base_of(each.version) == base), None)
+
+    @property
+    def places(self) -> tuple[DeviceView, ...]:
+        """Its devices; at least one."""
+        return self.devices or (DeviceView(0, self.device_capacity, self.device_free),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +105,13 @@ class VersionSpec:
     device_bytes: int
     pinned: bool = False
     min_replicas: int = 0
+    devices: int = 1  # it takes this many of one link group, all or none
+    alone: bool = False  # only on MIG slices that nobody but its owner uses
+
+    @property
+    def share(self) -> int:
+        """Bytes on each of its devices."""
+        return -(-self.device_bytes // self.devices)
 
     @property
     def replicas_wanted(self) -> int:

@@ -1,101 +1,68 @@
-"""Where models go: a pure function from a snapshot of one pool to loads, rotations and a reason for each deferral.
+"""Where models go: a pure function from a snapshot of one pool to loads, rotations and a reason for all that waits.
 
-The oldest demand is placed first. A cold version goes to the node with most free device memory; else to the node where
-the fewest idle instances must leave (of least worth first, never pinned ones, never one that is in use or waited
-for: invariant 8); else it waits for a rotation. A rotation closes instances that have been ready for a quantum, lets
-their running requests end and then gives their memory to the oldest demand; so a newly loaded model serves what waits
-for it before it may be closed, and no demand starves (case B24). The quantum grows with the load time, which keeps the
-part of time that loading takes at a third or less.
+The oldest demand is placed first. A cold version goes where it is expected to start first, on one of the few nodes it
+belongs to (`affinity.py`) rather than elsewhere; else to where the fewest idle instances must leave (of least worth
+first, never pinned ones, never one that is in use or waited for: invariant 8); else it waits for a rotation. A rotation
+closes instances that have been ready for a quantum, lets their running requests end and then gives their memory to the
+oldest demand; so a newly loaded model serves what waits for it before it may be closed, and no demand starves (case
+B24). The quantum grows with the load time, which keeps the part of time that loading takes at a third or less.
+
+Gangs (`sites.py`) are placed all or none. Two that wait for the same devices cannot block each other: a younger demand
+gives up what was closed for it as soon as an older one is short of devices on that node, and what an older one waits
+for is kept free of younger ones.
 
 It decides nothing about requests: `FairQueue` does. It sends nothing: `operations/residency.py` does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roundhouse.vocabulary import NodeId
-from services.scheduler.domain.nodes import ARRIVING, LEAVING, InstanceView, NodeView, Residence, VersionSpec
-from services.scheduler.domain.records import BROKEN, InstanceKey, PoolState, VersionKey, instance_key
+from services.scheduler.domain import affinity
+from services.scheduler.domain.cold_start import estimate
+from services.scheduler.domain.nodes import ARRIVING, LEAVING, InstanceView, NodeView, Residence, Role, VersionSpec
+from services.scheduler.domain.plans import (
+    Deferred,
+    Load,
+    Plan,
+    PoolView,
+    Reopen,
+    ResidencyPolicy,
+    Rotate,
+    Victim,
+    Wait,
+    Worth,
+    last_used,
+)
+from services.scheduler.domain.records import (
+    BROKEN,
+    PREFILL_STAGE,
+    InstanceKey,
+    PoolState,
+    VersionKey,
+    instance_key,
+    owner_of,
+)
+from services.scheduler.domain.sites import Rooms, Site, could_ever_hold, is_held, sites
 
+__all__ = [
+    "Deferred",
+    "Load",
+    "Plan",
+    "PoolView",
+    "Reopen",
+    "ResidencyPolicy",
+    "Rotate",
+    "Victim",
+    "Wait",
+    "Worth",
+    "last_used",
+    "plan",
+    "retry_at_ms",
+]
 
-@dataclass(frozen=True, slots=True)
-class ResidencyPolicy:
-    """When a busy model makes room for a waiting one. Both times are guesses until measured under real mixes."""
-
-    quantum_ms: int = 10_000  # a ready model keeps its place at least this long while it is used or waited for
-    quantum_loads: int = 2  # and at least this many times the time its load took
-    patience_ms: int = 2_000  # a cold demand waits this long for an instance to become idle by itself
-
-
-Worth = Callable[[InstanceView, int], tuple[float, int]]
-"""What is lost if an idle instance leaves, given when it was last used; only the order matters. See `domain/warmth`."""
-
-
-def last_used(instance: InstanceView, used_ms: int) -> tuple[float, int]:
-    """The worth that needs no history: the one used longest ago is worth least."""
-    return 0.0, used_ms
-
-
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """Everything a plan is made from."""
-
-    nodes: tuple[NodeView, ...]
-    state: PoolState
-    specs: Mapping[VersionKey, VersionSpec]
-    worth: Worth = last_used
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """An instance that may leave."""
-
-    instance: InstanceKey
-    version: VersionKey
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Have a version loaded on a node, after the victims have left."""
-
-    version: VersionKey
-    node_id: NodeId
-    bytes: int
-    victims: tuple[Victim, ...]
-    reason: str  # "demand" or "prewarm": for the audit stream
-
-
-@dataclass(frozen=True, slots=True)
-class Rotate:
-    """Close a busy instance for new grants, so that `purpose` gets its memory when the running requests have ended."""
-
-    victim: Victim
-    purpose: VersionKey
-
-
-@dataclass(frozen=True, slots=True)
-class Reopen:
-    """Open an instance again: whoever wanted its memory wants it no longer."""
-
-    instance: InstanceKey
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """Why a waiting version gets nothing now."""
-
-    version: VersionKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to do, in order."""
-
-    reopen: tuple[Reopen, ...] = ()
-    loads: tuple[Load, ...] = ()
-    rotations: tuple[Rotate, ...] = ()
-    deferred: tuple[Deferred, ...] = ()
+START_STEP_MS = 250  # starts that are expected to differ by less count as equal: estimates are no better than that
+AWAY_STEPS = 2  # what a model's own nodes may be slower and still be preferred: half a second for warm caches, a guess
+ENDING = "the models that hold its memory finish what they run"
 
 
 def plan(view: PoolView, policy: ResidencyPolicy, now_ms: int) -> Plan:
@@ -110,46 +77,69 @@ class _Planner:
     view: PoolView
     policy: ResidencyPolicy
     now_ms: int
-    free: dict[NodeId, int] = field(default_factory=dict)
+    rooms: Rooms = field(default_factory=Rooms)
     oldest: dict[VersionKey, int] = field(default_factory=dict)
     closed: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # instance → who gets its memory
     loads: list[Load] = field(default_factory=list)
     rotations: list[Rotate] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
+    busy: list[Deferred] = field(default_factory=list)
+    given_up: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # closed for what cannot use them as they are
 
     def plan(self) -> Plan:
         state = self.view.state
         for depth in state.depths:
             self.oldest[depth.version] = min(depth.oldest_ms, self.oldest.get(depth.version, depth.oldest_ms))
         self.closed = {key: mark.purpose for key, mark in state.drains.items() if mark.until_ms > self.now_ms}
+        self.rooms = Rooms.of(self.view, self.now_ms)
         reopen = self._reopen()
-        self.free = {node.node_id: self._free(node) for node in self.view.nodes}
-        demands = sorted(self.oldest, key=lambda version: (self.oldest[version], version))
-        deferred = [Deferred(version, reason) for version in demands if (reason := self._place(version))]
+        for version in sorted(self.oldest, key=lambda version: (self.oldest[version], version)):
+            self._place(version)
         for version in sorted(self.view.specs):
             self._prewarm(self.view.specs[version])
-        return Plan(tuple(reopen), tuple(self.loads), tuple(self.rotations), tuple(deferred))
+        reopen += [Reopen(key) for key, purpose in self.given_up.items() if self.closed.get(key) != purpose]
+        return Plan(tuple(reopen), tuple(self.loads), tuple(self.rotations), tuple(self.deferred), tuple(self.busy))
+
+    # -- what was closed --------------------------------------------------------------------------------------------
 
     def _reopen(self) -> list[Reopen]:
-        done = [
-            key
-            for key, purpose in self.closed.items()
-            if purpose != BROKEN and not self._claimed(purpose) and not self._wants(purpose)
-        ]
+        done = [key for key, purpose in self.closed.items() if purpose != BROKEN and self._is_moot(purpose)]
+        done += [key for key in self._yielded() if key not in done]
         for key in done:
             del self.closed[key]
         return [Reopen(key) for key in sorted(done)]
 
-    def _wants(self, version: VersionKey) -> bool:
-        return version in self.oldest and not self._here(version)
+    def _is_moot(self, purpose: VersionKey) -> bool:
+        return not self._claimed(purpose) and (purpose not in self.oldest or self._here(purpose))
 
-    def _free(self, node: NodeView) -> int:
-        """Free bytes less those that a claimed load will take and the loader does not show yet."""
-        coming = sum(
-            claim.bytes
-            for version, claim in self.view.state.loads.items()
-            if claim.node_id == node.node_id and claim.until_ms > self.now_ms and not _holds(node, version)
+    def _yielded(self) -> list[InstanceKey]:
+        """What was closed for demands younger than one that is short of devices there: no two wait for each other."""
+        yielded: list[InstanceKey] = []
+        for node in self.view.nodes:
+            marks = [key for key in self._keys(node) if key in self.closed]
+            rivals = {self.closed[key] for key in marks if not self._claimed(self.closed[key])} & self.oldest.keys()
+            short = False
+            for version in sorted(rivals, key=lambda version: (self.oldest[version], version)):
+                if short:
+                    yielded += [key for key in marks if self.closed[key] == version]
+                short = short or (len(rivals) > 1 and self._is_short(node, version))
+        return yielded
+
+    def _keys(self, node: NodeView) -> list[InstanceKey]:
+        return [instance_key(node.node_id, each.version) for each in node.instances]
+
+    def _closed_for(self, node: NodeView, version: VersionKey) -> list[InstanceView]:
+        return [
+            each
+            for each, key in zip(node.instances, self._keys(node), strict=True)
+            if each.residence is Residence.READY and self.closed.get(key) == version
+        ]
+
+    def _is_short(self, node: NodeView, version: VersionKey) -> bool:
+        spec, leaving = self.view.specs.get(version), self._closed_for(node, version)
+        return spec is not None and all(
+            self._just_enough(spec, site, leaving) is None for site in self._sites(spec, [node])
         )
-        return node.device_free - coming
 
     def _claimed(self, version: VersionKey) -> bool:
         claim = self.view.state.loads.get(version)
@@ -157,36 +147,45 @@ class _Planner:
 
     def _here(self, version: VersionKey) -> bool:
         """Whether an instance is ready and open on a healthy node, or on its way."""
-        for node in self.view.nodes:
-            found = node.find(version) if node.healthy else None
-            if found is None:
-                continue
-            if found.residence in ARRIVING and retry_at_ms(self.view.state, node, version) <= self.now_ms:
-                return True  # else: a load that was given up, such as one whose victims do not leave
-            if found.residence is Residence.READY and instance_key(node.node_id, version) not in self.closed:
-                return True
-        return False
+        return any(self._is_open(node, version) or self._arrives(node, version) for node in self.view.nodes)
 
-    def _place(self, version: VersionKey) -> str | None:
-        """Place one waiting version; the reason if it must wait."""
-        if self._here(version):
+    def _is_open(self, node: NodeView, version: VersionKey) -> bool:
+        found = node.find(version) if node.healthy else None
+        if found is None or found.residence is not Residence.READY:
+            return False
+        return instance_key(node.node_id, version) not in self.closed
+
+    def _arrives(self, node: NodeView, version: VersionKey) -> bool:
+        found = node.find(version) if node.healthy else None
+        if found is None or found.residence not in ARRIVING:
+            return False
+        # Else it was given up, such as a load whose victims do not leave.
+        return retry_at_ms(self.view.state, node, version) <= self.now_ms
+
+    # -- demands ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, version: VersionKey, why: Wait, reason: str) -> None:
+        self.deferred.append(Deferred(version, why, reason))
+
+    def _place(self, version: VersionKey) -> None:
+        """Place one waiting version, or say why it must wait."""
+        if any(self._is_open(node, version) for node in self.view.nodes):
+            self.busy.append(Deferred(version, Wait.SLOTS, "every slot of its instances is in use"))
             return None
-        if self._claimed(version):
-            return "its load has begun"
+        if self._here(version) or self._claimed(version):
+            return self._wait(version, Wait.LOADING, "its load has begun")
         spec = self.view.specs.get(version)
         if spec is None:
-            return "the catalogue does not have it any more"
+            return self._wait(version, Wait.UNKNOWN, "the catalogue does not have it any more")
         nodes = self._candidates(spec)
         if not nodes:
-            return "no healthy node may load it now"
-        for node in nodes:
-            closing = [key for key, purpose in self.closed.items() if purpose == version and self._on(node, key)]
-            if closing:
-                return self._continue_rotation(spec, node, closing)
+            return self._wait(version, *self._why_nowhere(spec))
+        if self._continue_rotation(spec, nodes):
+            return None
         if self._load_free(spec, nodes, "demand") or self._load_evicting(spec, nodes, "demand"):
             return None
         if self.now_ms - self.oldest[version] < self.policy.patience_ms:
-            return "no memory is free and no instance is idle"
+            return self._wait(version, Wait.ROOM, "no memory is free and no instance is idle")
         return self._rotate(spec, nodes)
 
     def _candidates(self, spec: VersionSpec) -> list[NodeView]:
@@ -194,49 +193,61 @@ class _Planner:
             node
             for node in self.view.nodes
             if node.healthy
-            and node.device_capacity >= spec.device_bytes
+            and _serves(node, spec.version)
             and not _leaves(node, spec.version)
-            and not _holds(node, spec.version)
+            and not is_held(node, spec.version)
+            and could_ever_hold(node, spec)
             and retry_at_ms(self.view.state, node, spec.version) <= self.now_ms
         ]
 
+    def _why_nowhere(self, spec: VersionSpec) -> tuple[Wait, str]:
+        healthy = [node for node in self.view.nodes if node.healthy and _serves(node, spec.version)]
+        if not any(could_ever_hold(node, spec) for node in healthy):
+            if not healthy or (spec.devices == 1 and not spec.alone):
+                return Wait.NODE, "no healthy node may load it now"
+            kind = "a MIG slice" if spec.alone else f"{spec.devices} linked devices"
+            return Wait.DEVICES, f"no healthy node has {kind} of {spec.share} bytes"
+        if any(_leaves(node, spec.version) for node in healthy):
+            return Wait.DRAINING, "it is being unloaded, and loads again afterwards"
+        if any(retry_at_ms(self.view.state, node, spec.version) > self.now_ms for node in healthy):
+            return Wait.BACK_OFF, "its load failed; the next try is not due yet"
+        return Wait.NODE, "no healthy node may load it now"
+
+    def _sites(self, spec: VersionSpec, nodes: Sequence[NodeView]) -> list[Site]:
+        return [site for node in nodes for site in sites(node, spec, self.view)]
+
     def _load_free(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
-        fitting = [node for node in nodes if self.free[node.node_id] >= spec.device_bytes]
+        fitting = [site for site in self._sites(spec, nodes) if self.rooms.fits(site, spec.share)]
         if not fitting:
             return False
-        best = min(fitting, key=lambda node: (-self.free[node.node_id], node.node_id))
-        self._load(spec, best, [], reason)
+        self._load(spec, min(fitting, key=self._preference(spec)), [], reason)
         return True
+
+    def _preference(self, spec: VersionSpec) -> "_Preference":
+        holders = [node.node_id for node in self.view.nodes if is_held(node, spec.version)]
+        able = [node.node_id for node in self.view.nodes if node.healthy and could_ever_hold(node, spec)]
+        size = affinity.subset_size(len(holders), spec.replicas_wanted)
+        return _Preference(self.view, spec, self.rooms, affinity.subset(spec.version, able, size))
 
     def _load_evicting(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
-        choices = []
-        for node in nodes:
-            chosen = self._just_enough(spec, node, [each for each in node.instances if self._is_idle(node, each)])
-            if chosen is not None:
-                dearest = max(self._worth(node, each) for each in chosen)
-                choices.append((len(chosen), dearest, node.node_id, node, chosen))
+        prefer, choices = self._preference(spec), []
+        idle = {node.node_id: [each for each in node.instances if self._is_idle(node, each)] for node in nodes}
+        for site in self._sites(spec, nodes):
+            chosen = self._just_enough(spec, site, idle[site.node.node_id])
+            if chosen:
+                dearest = max(self._worth(site.node, each) for each in chosen)
+                choices.append((len(chosen), dearest, prefer(site), site, chosen))
         if not choices:
             return False
-        *_, node, chosen = min(choices, key=lambda choice: choice[:3])
-        self._load(spec, node, chosen, reason)
+        *_, site, chosen = min(choices, key=lambda choice: choice[:3])
+        self._load(spec, site, chosen, reason)
         return True
 
-    def _just_enough(self, spec: VersionSpec, node: NodeView, leaving: list[InstanceView]) -> list[InstanceView] | None:
-        """Those of least worth of `leaving` that make enough room, without any that is not needed (case B22)."""
-        missing = spec.device_bytes - self.free[node.node_id]
-        chosen: list[InstanceView] = []
-        for each in sorted(leaving, key=lambda each: (self._worth(node, each), each.version)):
-            if missing <= 0:
-                break
-            chosen.append(each)
-            missing -= each.device_bytes
-        if missing > 0:
-            return None
-        for each in list(chosen):
-            if missing + each.device_bytes <= 0:
-                chosen.remove(each)
-                missing += each.device_bytes
-        return chosen
+    def _just_enough(self, spec: VersionSpec, site: Site, leaving: list[InstanceView]) -> list[InstanceView] | None:
+        def order(each: InstanceView) -> tuple[object, ...]:
+            return (*self._worth(site.node, each), each.version)
+
+        return self.rooms.just_enough(site, spec.share, leaving, order)
 
     def _worth(self, node: NodeView, instance: InstanceView) -> tuple[float, int]:
         key = instance_key(node.node_id, instance.version)
@@ -251,70 +262,89 @@ class _Planner:
         return spec.replicas_wanted == 0 or self._replicas(instance.version) > spec.replicas_wanted
 
     def _is_idle(self, node: NodeView, instance: InstanceView) -> bool:
-        key = instance_key(node.node_id, instance.version)
-        used = self.view.state.in_use.get(key, 0) or instance.version in self.oldest
+        used = self._in_use(node, instance) or instance.version in self.oldest
         return not used and self._may_leave(node, instance)
 
     def _replicas(self, version: VersionKey) -> int:
-        there = sum(
-            1
+        holders = {
+            node.node_id
             for node in self.view.nodes
-            if node.healthy and _holds(node, version) and self.closed.get(instance_key(node.node_id, version)) != BROKEN
+            if node.healthy
+            and is_held(node, version)
+            and node.find(version) is not None
+            and self.closed.get(instance_key(node.node_id, version)) != BROKEN
+        }
+        claim = self.view.state.loads.get(version)
+        if claim is not None and claim.until_ms > self.now_ms:
+            holders.add(claim.node_id)
+        return len(holders)
+
+    # -- rotation ---------------------------------------------------------------------------------------------------
+
+    def _rotate(self, spec: VersionSpec, nodes: list[NodeView]) -> None:
+        """Close what has had its time; else keep what is free for when that time has come."""
+        over, later = [], []
+        for site in self._sites(spec, nodes):
+            leaving = [each for each in site.node.instances if self._may_leave(site.node, each)]
+            ripe = self._just_enough(spec, site, [each for each in leaving if self._over_ms(each) <= self.now_ms])
+            if ripe:
+                over.append((sum(self._in_use(site.node, each) for each in ripe), len(ripe), _rank(site), site, ripe))
+            elif chosen := self._just_enough(spec, site, leaving):
+                later.append((max(self._over_ms(each) for each in chosen), _rank(site), site, chosen))
+        if over:
+            *_, site, chosen = min(over, key=lambda choice: choice[:3])
+            self._close(spec, site, chosen)
+            return self._wait(spec.version, Wait.DRAINING, ENDING)
+        if later:
+            *_, site, chosen = min(later, key=lambda choice: choice[:2])
+            self.rooms.reserve(site, spec.share, chosen)
+        return self._wait(
+            spec.version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet"
         )
-        claimed = self.view.state.loads.get(version)
-        if claimed is not None and self._claimed(version):
-            holder = next((node for node in self.view.nodes if node.node_id == claimed.node_id), None)
-            there += holder is None or not _holds(holder, version)
-        return there
 
-    def _rotate(self, spec: VersionSpec, nodes: list[NodeView]) -> str:
-        choices = []
-        for node in nodes:
-            leaving = [each for each in node.instances if self._may_leave(node, each) and self._is_over(each)]
-            chosen = self._just_enough(spec, node, leaving)
-            if chosen is not None:
-                busy = sum(self._in_use(node, each) for each in chosen)
-                choices.append((busy, len(chosen), node.node_id, node, chosen))
-        if not choices:
-            return "no memory is free; the models that hold it have not had their time yet"
-        *_, node, chosen = min(choices, key=lambda choice: choice[:3])
-        for each in chosen:
-            self._close(Victim(instance_key(node.node_id, each.version), each.version), spec.version)
-        return "the models that hold its memory finish what they run"
-
-    def _is_over(self, instance: InstanceView) -> bool:
+    def _over_ms(self, instance: InstanceView) -> int:
+        """When an instance has had its quantum."""
         took_ms = instance.stage_ms + instance.load_ms
-        quantum_ms = max(self.policy.quantum_ms, self.policy.quantum_loads * took_ms)
-        return self.now_ms - instance.since_ms >= quantum_ms
+        return instance.since_ms + max(self.policy.quantum_ms, self.policy.quantum_loads * took_ms)
 
     def _in_use(self, node: NodeView, instance: InstanceView) -> int:
         return self.view.state.in_use.get(instance_key(node.node_id, instance.version), 0)
 
-    def _continue_rotation(self, spec: VersionSpec, node: NodeView, closing: list[InstanceKey]) -> str | None:
-        leaving = [
-            each
-            for each in node.instances
-            if each.residence is Residence.READY and instance_key(node.node_id, each.version) in closing
-        ]
-        if any(self._in_use(node, each) for each in leaving):
-            for each in leaving:
-                self._close(Victim(instance_key(node.node_id, each.version), each.version), spec.version)
-            return "the models that hold its memory finish what they run"
-        if self.free[node.node_id] + sum(each.device_bytes for each in leaving) < spec.device_bytes:
-            return self._rotate(spec, [node])
-        self._load(spec, node, leaving, "demand")
-        return None
+    def _continue_rotation(self, spec: VersionSpec, nodes: list[NodeView]) -> bool:
+        """Go on where instances were closed for this version; whether there are any, and they are enough."""
+        for node in nodes:
+            leaving = self._closed_for(node, spec.version)
+            for site in self._sites(spec, [node]) if leaving else ():
+                chosen = self._just_enough(spec, site, leaving)
+                if chosen is None:
+                    continue
+                if any(self._in_use(node, each) for each in chosen):
+                    self._close(spec, site, chosen)
+                    self._wait(spec.version, Wait.DRAINING, ENDING)
+                else:
+                    self._load(spec, site, chosen, "demand")
+                return True
+            for each in leaving:  # not enough any more: they may leave with others, or go on serving
+                key = instance_key(node.node_id, each.version)
+                self.given_up[key] = self.closed.pop(key)
+        return False
 
-    def _close(self, victim: Victim, purpose: VersionKey) -> None:
-        self.rotations.append(Rotate(victim, purpose))
-        self.closed[victim.instance] = purpose
+    def _close(self, spec: VersionSpec, site: Site, leaving: list[InstanceView]) -> None:
+        for each in leaving:
+            victim = _victim(site.node, each)
+            self.rotations.append(Rotate(victim, spec.version))
+            self.closed[victim.instance] = spec.version
+        self.rooms.reserve(site, spec.share, leaving)
 
-    def _load(self, spec: VersionSpec, node: NodeView, leaving: list[InstanceView], reason: str) -> None:
-        victims = tuple(Victim(instance_key(node.node_id, each.version), each.version) for each in leaving)
-        self.loads.append(Load(spec.version, node.node_id, spec.device_bytes, victims, reason))
+    # -- loads ------------------------------------------------------------------------------------------------------
+
+    def _load(self, spec: VersionSpec, site: Site, leaving: list[InstanceView], reason: str) -> None:
+        victims = tuple(_victim(site.node, each) for each in leaving)
+        devices = site.devices if site.node.devices else ()
+        self.loads.append(Load(spec.version, site.node.node_id, spec.device_bytes, victims, reason, devices))
         for victim in victims:
             self.closed[victim.instance] = spec.version
-        self.free[node.node_id] += sum(each.device_bytes for each in leaving) - spec.device_bytes
+        self.rooms.spend(site, spec.share, leaving)
 
     def _prewarm(self, spec: VersionSpec) -> None:
         planned = any(load.version == spec.version for load in self.loads)
@@ -324,17 +354,39 @@ class _Planner:
         if not self._load_free(spec, nodes, "prewarm"):
             self._load_evicting(spec, nodes, "prewarm")
 
-    def _on(self, node: NodeView, key: InstanceKey) -> bool:
-        return any(instance_key(node.node_id, each.version) == key for each in node.instances)
+
+@dataclass(frozen=True, slots=True)
+class _Preference:
+    """Orders sites: expected start, the model's own nodes first, then by the nodes' claims on it, then the tightest."""
+
+    view: PoolView
+    spec: VersionSpec
+    rooms: Rooms
+    home: frozenset[object]
+
+    def __call__(self, site: Site) -> tuple[object, ...]:
+        node_id = site.node.node_id
+        steps = estimate(self.view, site.node, self.spec).total_ms // START_STEP_MS
+        away = 0 if node_id in self.home else AWAY_STEPS
+        weight = affinity.weight(self.spec.version, node_id)
+        return steps + away, -weight, node_id, self.rooms.slack(site), site.devices
 
 
-def _holds(node: NodeView, version: VersionKey) -> bool:
-    found = node.find(version)
-    return found is not None and (found.residence is Residence.READY or found.residence in ARRIVING)
+def _rank(site: Site) -> tuple[str, tuple[int, ...]]:
+    return site.node.node_id, site.devices
+
+
+def _victim(node: NodeView, instance: InstanceView) -> Victim:
+    return Victim(instance_key(node.node_id, instance.version), instance.version)
+
+
+def _serves(node: NodeView, version: VersionKey) -> bool:
+    """Whether a node is for what this version is to do: prompts only, or all else."""
+    return (node.role is Role.PREFILL) == (owner_of(version) == PREFILL_STAGE)
 
 
 def _leaves(node: NodeView, version: VersionKey) -> bool:
-    found = node.find(version)
+    found = node.find_any(version)
     return found is not None and found.residence in LEAVING
 
 

@@ -13,6 +13,9 @@ AttemptId = NewType("AttemptId", str)  # "<request_id>/<attempt>"
 VersionKey = NewType("VersionKey", str)  # "<model>@<digest>", with "!<tenant>" if it has replicas of its own
 InstanceKey = NewType("InstanceKey", str)  # "<length of node>:<node>:<model>@<digest>"
 
+PREFILL_STAGE = "~prefill"
+"""The owner of what stands on prefill nodes: such an instance serves no request alone. No tenant is called so."""
+
 BROKEN = VersionKey("@broken")
 """The purpose of the drain mark on an instance whose process died; no model is called "", so no demand has it."""
 
@@ -307,6 +310,7 @@ class LoadClaim:
     owner: str
     until_ms: int
     bytes: int
+    devices: tuple[int, ...] = ()  # all of them, or none: half a gang is never claimed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ claim names the revision of the snapshot it was decided on: two replicas cannot 
 says for whom the instance is: from then on only its owner's requests are offered it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundhouse.vocabulary import NodeId, TenantId
 from services.scheduler.domain.records import (
@@ -112,7 +112,7 @@ class ResidencyBook:
         held = self.loads.get(version)
         if held is None or held.owner != owner:
             return False
-        self.loads[version] = LoadClaim(held.node_id, owner, until_ms, held.bytes)
+        self.loads[version] = replace(held, until_ms=until_ms)
         return True
 
     def release_load(self, version: VersionKey, node_id: NodeId, owner: str, failure: LoadFailure | None) -> None:

@@ -1,13 +1,13 @@
--- ARGV: 3 claim: version, node, owner, until, bytes, revision -> claimed | taken | stale
+-- ARGV: 3 claim: version, node, owner, until, amount, revision -> claimed | taken | stale
 --       3 renew: version, owner, until -> 1 | 0
 --       3 release: version, node, owner, retry at ('' = success), tries, cause -> OK
--- Claims are "<until>|<bytes>|<length of node>|<node><owner>"; failures are "<retry at>|<tries>|<cause>" by
+-- Claims are "<until>|<bytes>:<devices>|<length of node>|<node><owner>"; failures are "<retry at>|<tries>|<cause>" by
 -- "<length of node>:<node><version>".
 local version = ARGV[4]
 local held = call('HGET', key('loads'), version)
 local until_ms, bytes, length, rest
 if held then
-  until_ms, bytes, length, rest = string.match(held, '^(%d+)|(%d+)|(%d+)|(.*)$')
+  until_ms, bytes, length, rest = string.match(held, '^(%d+)|([^|]*)|(%d+)|(.*)$')
 end
 local function write(node, owner, until_text, bytes_text)
   call('HSET', key('loads'), version, until_text .. '|' .. bytes_text .. '|' .. #node .. '|' .. node .. owner)

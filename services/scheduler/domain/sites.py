@@ -1,0 +1,176 @@
+"""Where on a node a model can stand: sets of devices, and what must leave them. Gangs are placed here, all or none.
+
+A model with tensor parallelism k takes k devices of one link group, each with its even share of the bytes; with k = 1
+a site is one device. A site fits as a whole or not at all, so no model ever holds a part of its devices. Inside a node
+the tightest devices that fit are taken: whole link groups stay free for those who need them.
+
+Pure; `placement.py` decides between sites.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import comb
+
+from roundhouse.vocabulary import NodeId
+from services.scheduler.domain.nodes import (
+    ARRIVING,
+    LEAVING,
+    DeviceView,
+    InstanceView,
+    NodeView,
+    Residence,
+    VersionSpec,
+)
+from services.scheduler.domain.plans import PoolView
+from services.scheduler.domain.records import LoadClaim, VersionKey, owner_of
+
+ON_DEVICE = frozenset({Residence.READY, *ARRIVING, *LEAVING})
+COMBINATIONS_MOST = 70  # 4 of 8: beyond it only neighbours in order of free memory are looked at
+
+Order = Callable[[InstanceView], tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Devices of one node."""
+
+    node: NodeView
+    devices: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Rooms:
+    """Free bytes of every device of a pool, as one plan spends them. Mutable."""
+
+    free: dict[tuple[NodeId, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, view: PoolView, now_ms: int) -> "Rooms":
+        """What is free, less what claimed loads will take that their loaders do not show yet."""
+        rooms = cls({(node.node_id, each.index): each.free for node in view.nodes for each in node.places})
+        nodes = {node.node_id: node for node in view.nodes}
+        for version, claim in view.state.loads.items():
+            node = nodes.get(claim.node_id)
+            if node is not None and claim.until_ms > now_ms and not is_held(node, version):
+                for index in claim.devices or (rooms._roomiest(node),):
+                    rooms.free[(node.node_id, index)] -= _claimed_share(claim)
+        return rooms
+
+    def fits(self, site: Site, share: int) -> bool:
+        """Whether every device of a site has this much free."""
+        return all(self.free[(site.node.node_id, index)] >= share for index in site.devices)
+
+    def slack(self, site: Site) -> int:
+        """What is free on a site in all; less = tighter."""
+        return sum(self.free[(site.node.node_id, index)] for index in site.devices)
+
+    def spend(self, site: Site, share: int, leaving: Sequence[InstanceView] = ()) -> None:
+        """Take a site, on which `leaving` give their memory up."""
+        for index in site.devices:
+            self.free[(site.node.node_id, index)] -= share
+        for each in leaving:
+            for index in stands_on(site.node, each):
+                self.free[(site.node.node_id, index)] += _share_of(site.node, each)
+
+    def reserve(self, site: Site, share: int, leaving: Sequence[InstanceView] = ()) -> None:
+        """Keep what is free of a site for one who waits for the rest of it: `leaving` bring what is missing."""
+        for index in site.devices:
+            freed = sum(_share_of(site.node, each) for each in leaving if index in stands_on(site.node, each))
+            key = (site.node.node_id, index)
+            self.free[key] -= min(max(0, self.free[key]), max(0, share - freed))
+
+    def just_enough(
+        self, site: Site, share: int, leaving: Sequence[InstanceView], order: Order
+    ) -> list[InstanceView] | None:
+        """The first of `leaving` by `order` that make room on every device of a site, none that is not needed (B22).
+
+        None if all of them together do not."""
+        missing = {index: share - self.free[(site.node.node_id, index)] for index in site.devices}
+        chosen: list[InstanceView] = []
+        for each in sorted(leaving, key=order):
+            if any(missing.get(index, 0) > 0 for index in stands_on(site.node, each)):
+                chosen.append(each)
+                _add(missing, site.node, each, -1)
+        if any(each > 0 for each in missing.values()):
+            return None
+        for each in list(chosen):
+            _add(missing, site.node, each, 1)
+            if any(left > 0 for left in missing.values()):
+                _add(missing, site.node, each, -1)
+            else:
+                chosen.remove(each)
+        return chosen
+
+    def _roomiest(self, node: NodeView) -> int:
+        return max(node.places, key=lambda each: (self.free[(node.node_id, each.index)], -each.index)).index
+
+
+def sites(node: NodeView, spec: VersionSpec, view: PoolView | None = None) -> Iterator[Site]:
+    """Every set of devices of a node that could hold a version if it were empty, and whose neighbours allow it.
+
+    Without a view the neighbours are not looked at."""
+    groups: dict[int, list[DeviceView]] = {}
+    for each in node.places:
+        if each.capacity >= spec.share and _is_allowed(node, each, spec, view):
+            groups.setdefault(each.link_group, []).append(each)
+    for _, devices in sorted(groups.items()):
+        for chosen in _choices(devices, spec.devices):
+            yield Site(node, tuple(sorted(each.index for each in chosen)))
+
+
+def could_ever_hold(node: NodeView, spec: VersionSpec) -> bool:
+    """Whether a node has the devices that a version needs, whatever stands on them now."""
+    return any(True for _ in sites(node, spec))
+
+
+def is_held(node: NodeView, version: VersionKey) -> bool:
+    """Whether a version is on a node's devices, or on its way there, for whomever."""
+    found = node.find_any(version)
+    return found is not None and (found.residence is Residence.READY or found.residence in ARRIVING)
+
+
+def stands_on(node: NodeView, instance: InstanceView) -> tuple[int, ...]:
+    """The devices that an instance takes memory of."""
+    return instance.devices or (node.places[0].index,)
+
+
+def _share_of(node: NodeView, instance: InstanceView) -> int:
+    return -(-instance.device_bytes // len(stands_on(node, instance)))
+
+
+def _claimed_share(claim: LoadClaim) -> int:
+    return -(-claim.bytes // max(1, len(claim.devices)))
+
+
+def _add(missing: dict[int, int], node: NodeView, instance: InstanceView, sign: int) -> None:
+    for index in stands_on(node, instance):
+        if index in missing:
+            missing[index] += sign * _share_of(node, instance)
+
+
+def _choices(devices: list[DeviceView], count: int) -> Iterator[Sequence[DeviceView]]:
+    if comb(len(devices), count) <= COMBINATIONS_MOST:
+        yield from combinations(devices, count)
+        return
+    by_room = sorted(devices, key=lambda each: (each.free, each.index))
+    for first in range(len(by_room) - count + 1):
+        yield by_room[first : first + count]
+
+
+def _is_allowed(node: NodeView, device: DeviceView, spec: VersionSpec, view: PoolView | None) -> bool:
+    """Tenants with MIG slices of their own are alone on them; everybody else keeps off those."""
+    if spec.alone and not device.mig:
+        return False
+    if view is None or not device.mig:
+        return True
+    here = [
+        each.version for each in node.instances if each.residence in ON_DEVICE and device.index in stands_on(node, each)
+    ]
+    here += [
+        version
+        for version, claim in view.state.loads.items()
+        if claim.node_id == node.node_id and device.index in claim.devices
+    ]
+    others = [each for each in here if owner_of(each) != owner_of(spec.version)]
+    return not any(spec.alone or (each in view.specs and view.specs[each].alone) for each in others)
