@@ -66,6 +66,42 @@ def unload(
             typer.echo(f"{name} is on no node")
 
 
+@app.command()
+def forecast(
+    name: Annotated[str, typer.Argument(help="The model.")],
+    output: Output = Format.TABLE,
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Say when a model is expected to be wanted, what its place in memory is worth, and how many replicas it wants."""
+    with refusals_told():
+        found = open_api(admin_url, admin_key).get(f"/models/{part(name)}/forecast")
+        if output is not Format.TABLE:
+            show_data(found, output)
+            return
+        typer.echo(f"{name} (pool {found['pool']})")
+        for line in _forecast_lines(found):
+            typer.echo(f"  {line}")
+
+
+def _forecast_lines(found: dict[str, Any]) -> Iterator[str]:
+    rate = f"{found['requests_per_s']:.3g} requests/s of late, {found['queue_ms_mean']:.0f} ms in the queue"
+    yield f"traffic    {rate} (promise: {found['promise_ms']} ms)"
+    reason = f": {found['replicas_reason']}" if found["replicas_reason"] else ""
+    yield f"replicas   {found['replicas']} ready, {found['replicas_wanted']} wanted{reason}"
+    if not found["wanted_before"]:
+        yield "forecast   none: it has not been asked for yet"
+        return
+    yield f"forecast   {found['text']}"
+    losses = sorted(found["loss_by_predictor"].items(), key=lambda each: each[1])
+    yield "back-test  " + ", ".join(f"{name} {loss:.2f}" for name, loss in losses) + " (nats a gap; less is better)"
+    value = f"{found['value_per_mib_s']:.3g} ms of waiting saved per MiB and second; a load takes {found['load_ms']} ms"
+    yield f"worth      {value}"
+    warm, least = found["warm_arrivals_per_minute"], found["prewarm_least_per_minute"]
+    verdict = "would be loaded ahead of a request" if warm >= least else "would not be loaded ahead of a request"
+    yield f"pre-warm   {warm:.3g} arrivals served warm a minute; {verdict} (from {least:g} on, if memory allows)"
+
+
 def _rows(model: dict[str, Any], nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     known = {"name": model["name"], "engine": model["engine"], "pool": model["pool"]}
     found = False

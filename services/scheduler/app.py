@@ -22,6 +22,7 @@ from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import PoolName
 from services.scheduler.adapters.bus_edge import BusGatewayLink, BusHandlers, BusUsageOutlet
+from services.scheduler.adapters.forecast_edge import ForecastEdge
 from services.scheduler.adapters.grpc_loaders import GrpcLoaderFleet
 from services.scheduler.adapters.metrics import PrometheusInstruments
 from services.scheduler.adapters.node_bucket import stored_states
@@ -114,7 +115,6 @@ class Replica:
             clock,
             instruments,
             cluster=settings.cluster,
-            lease_ms=fairness(settings).lease_ms,
         )
         self.foresight = Foresight(
             parts.history, pools, clock, instruments, policy=settings.eviction, prewarm=settings.prewarm
@@ -139,6 +139,7 @@ class Replica:
         submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight)
         self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
         completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight)
+        self._forecasts = ForecastEdge(parts.bus, self.foresight, parts.catalogue)
         self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes)
 
     def _note_grant(self, pool: PoolName, ticket: Ticket) -> None:
@@ -150,7 +151,7 @@ class Replica:
         lifecycle.spawn(self._dispatcher.run(), "dispatch")
         lifecycle.spawn(self._upkeep.run(), "upkeep")
         lifecycle.every(HISTORY_MS, self.foresight.turn, "history")
-        subscriptions = await self._handlers.subscribe()
+        subscriptions = [*await self._handlers.subscribe(), await self._forecasts.subscribe()]
         try:
             yield
         finally:

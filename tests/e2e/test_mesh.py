@@ -96,3 +96,16 @@ def test_tokens_on_the_bill_are_the_tokens_that_were_answered(mesh: Mesh) -> Non
         time.sleep(0.1)
         after = sum(row["output_tokens"] for row in rows(mesh, tenant="globex", group_by="tenant"))
     assert after == before + 18
+
+
+def test_an_operator_sees_why_a_model_is_warm(mesh: Mesh) -> None:
+    """The forecast of a model that was asked for names its arrivals; a name that is no model is 404."""
+    ask(mesh, "tiny-1", max_tokens=1)
+    headers = {"Authorization": f"Bearer {mesh.admin_key}"}
+    deadline, found = time.monotonic() + 30, dict[str, Any]()
+    while not found.get("wanted_before") and time.monotonic() < deadline:  # the history is told once a second
+        time.sleep(0.1)
+        found = httpx.get(f"{mesh.admin_url}/admin/v1/models/tiny-1/forecast", headers=headers).json()
+    assert found["arrivals"] >= 1
+    assert found["text"]
+    assert httpx.get(f"{mesh.admin_url}/admin/v1/models/none/forecast", headers=headers).status_code == 404

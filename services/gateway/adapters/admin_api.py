@@ -23,6 +23,7 @@ from roundhouse.clock import Clock
 from roundhouse.errors import Forbidden, InvalidInput, NotFound
 from roundhouse.vocabulary import KeyId
 from services.gateway.adapters import admin_json
+from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.http_edge import EdgeRoute, HttpEdge, router
 from services.gateway.adapters.http_errors import error_headers, http_status, openai_error
@@ -77,6 +78,7 @@ class AdminServices:
     applying: CatalogueApplication
     keys: KeyOperations
     models: ModelOperations
+    forecasts: BusForecasts
     nodes: NodeStates
     usage: UsageQueries
     clock: Clock
@@ -103,6 +105,7 @@ def admin_app(services: AdminServices) -> ASGIApp:
         _route("POST", "/tenants/{tenant}/erase-cache", _for_operators(api.erase_cache)),
         _route("POST", "/models/{name}/load", _for_operators(api.load_model)),
         _route("POST", "/models/{name}/unload", _for_operators(api.unload_model)),
+        _route("GET", "/models/{name}/forecast", _for_operators(api.forecast_model)),
     ]
     return HttpEdge(router(_merged(routes)), identify)
 
@@ -181,6 +184,10 @@ class _AdminApi:
         name = request.path_params["name"]
         places = await self._services.models.unload(name, body.node or None, actor=caller.key_id)
         return _json({"model": name, "nodes": _places(places, "unloaded")})
+
+    async def forecast_model(self, request: Request, caller: Caller) -> Response:
+        name = request.path_params["name"]
+        return _json({"model": name, **await self._services.forecasts.of(name)})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         data = await self._reader.body(request)

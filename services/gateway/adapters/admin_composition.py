@@ -19,6 +19,7 @@ from roundhouse.clock import Clock
 from roundhouse.event_bus import EventBus
 from services.gateway.adapters.admin_api import AdminServices
 from services.gateway.adapters.admin_caches import GrpcNodeCaches
+from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader
@@ -62,6 +63,7 @@ async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
                     RedisKeyRegistry(parts.redis), parts.catalogue, audit, parts.clock, secrets.token_bytes
                 ),
                 models=ModelOperations(parts.catalogue, nodes, GrpcNodeLoader(), audit),
+                forecasts=BusForecasts(parts.bus),
                 nodes=nodes,
                 usage=HttpUsageQueries(metering),
                 metering=MeteringProxy(metering),

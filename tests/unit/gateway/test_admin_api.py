@@ -19,6 +19,7 @@ from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.adapters.admin_api import AdminServices, admin_app
 from services.gateway.adapters.admin_metering import MeteringProxy
+from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
 from services.gateway.operations.admin_models import ModelOperations
@@ -47,6 +48,7 @@ EVERYTHING = [
     ("POST", "/keys"),
     ("GET", "/keys"),
     ("DELETE", "/keys/key-1"),
+    ("POST", "/keys/key-1/rotate"),
     ("GET", "/nodes"),
     ("POST", "/models/chat/load"),
     ("POST", "/models/chat/unload"),
@@ -117,6 +119,7 @@ class World:
             applying=CatalogueApplication(self.store, self.catalogue, self.bus, audit, FileReading(DigestCache())),
             keys=self.keys,
             models=ModelOperations(self.catalogue, self.nodes, self.loader, audit),
+            forecasts=BusForecasts(self.bus),
             nodes=self.nodes,
             usage=EchoingUsage(),
             clock=self.clock,
@@ -248,6 +251,21 @@ async def test_a_key_is_shown_once(world: World) -> None:
     for _ in range(2):
         assert (await world.call("DELETE", f"/keys/{key_id}")).json()["state"] == "revoked"
     assert (await world.call("DELETE", "/keys/key-none")).status_code == 404
+
+
+async def test_a_key_is_rotated_over_http(world: World) -> None:
+    """The successor is shown once; the old key is listed with its end; limits are those of the key."""
+    wish = {"tenant": "acme", "limits": {"requests_per_minute": 7}}
+    old = (await world.call("POST", "/keys", json=wish)).json()
+    assert old["limits"] == {"requests_per_minute": 7, "tokens_per_minute": None, "concurrent_requests": None}
+    answer = await world.call("POST", f"/keys/{old['key_id']}/rotate", json={"overlap_s": 60})
+    assert (answer.status_code, answer.headers["cache-control"]) == (201, "no-store")
+    made = answer.json()
+    assert (made["replaces"], made["limits"], made["old"]["key_id"]) == (old["key_id"], old["limits"], old["key_id"])
+    assert made["old"]["expires"] is not None
+    assert made["key"] != old["key"]
+    assert (await world.call("POST", "/keys/key-none/rotate")).status_code == 404
+    assert (await world.call("POST", "/keys", json={"tenant": "acme", "limits": {"x": 1}})).status_code == 400
 
 
 async def test_a_revoked_admin_key_opens_nothing(world: World) -> None:
