@@ -192,6 +192,7 @@ class FairQueue:
             self._release(attempt, attempt.used, ran_ms, now_ms)
             attempt.standing = Standing.LAPSED
             attempt.ended_ms = now_ms
+            attempt.lease_expires_ms -= self.policy.lease_ms
             self._due.set(attempt_id, now_ms + self.policy.retry_ms)
             lapsed.append(attempt.ticket())
         return Expired(refused, tuple(lapsed))

@@ -6,7 +6,7 @@ from roundhouse.catalogue.records import Catalogue
 from roundhouse.vocabulary import AdapterName, Outcome
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from roundhouse.wire.v1 import usage_pb2
-from services.scheduler.domain.records import RefusalReason, Standing, Ticket
+from services.scheduler.domain.records import RefusalReason, Standing, Ticket, Tokens
 from services.scheduler.operations import places
 
 EMITTER = "scheduler"
@@ -57,10 +57,12 @@ def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) ->
     )
 
 
-def usage_event(ticket: Ticket, cluster: str, lease_ms: int) -> usage_pb2.UsageEvent:
-    """The usage of an attempt whose gateway vanished, as of its last heartbeat."""
+def usage_event(ticket: Ticket, cluster: str) -> usage_pb2.UsageEvent:
+    """The usage of a lapsed attempt, as of its gateway's last heartbeat: the same bytes whichever replica makes it.
+
+    Nobody got anything of an attempt without a token, so that one costs nothing."""
     request, waits = request_of(ticket), places.waits(ticket)
-    renewed_ms = ticket.lease_expires_ms - lease_ms
+    used = ticket.used if ticket.used.output else Tokens()
     data = usage_pb2.UsageData(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -72,15 +74,15 @@ def usage_event(ticket: Ticket, cluster: str, lease_ms: int) -> usage_pb2.UsageE
         priority_class=request.priority_class,
         outcome=Outcome.ABANDONED.to_wire(),
         status=ABANDONED_STATUS,
-        input_tokens=ticket.used.input,
-        cached_tokens=ticket.used.cached,
-        output_tokens=ticket.used.output,
+        input_tokens=used.input,
+        cached_tokens=used.cached,
+        output_tokens=used.output,
         counted_by=usage_pb2.TOKEN_SOURCE_HEARTBEAT,
         queue_ms=waits.queue_ms,
         stage_ms=waits.stage_ms,
         load_ms=waits.load_ms,
         total_ms=max(0, ticket.ended_ms - ticket.enqueued_ms),
-        run_ms=max(0, renewed_ms - ticket.granted_ms),
+        run_ms=max(0, ticket.lease_expires_ms - ticket.granted_ms),
         node_id=places.placement(ticket).node_id,
         emitter=EMITTER,
     )

@@ -38,7 +38,6 @@ class Dispatcher:
         instruments: Instruments,
         *,
         cluster: str,
-        lease_ms: int,
     ) -> None:
         self._store = store
         self._pools = pools
@@ -47,7 +46,6 @@ class Dispatcher:
         self._clock = clock
         self._instruments = instruments
         self._cluster = cluster
-        self._lease_ms = lease_ms
         self._dirty: dict[PoolName, set[VersionKey] | None] = {}
         self._woken = asyncio.Event()
         self._acknowledged: dict[PoolName, list[AttemptId]] = {}
@@ -113,7 +111,7 @@ class Dispatcher:
     async def _deliver(self, pool: PoolName, ticket: Ticket) -> None:
         try:
             if ticket.standing is Standing.LAPSED:
-                await self._usage.publish(deliveries.usage_event(ticket, self._cluster, self._lease_ms))
+                await self._usage.publish(deliveries.usage_event(ticket, self._cluster))
             else:
                 await self._to_gateway(pool, ticket)
                 return

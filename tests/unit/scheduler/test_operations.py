@@ -1,5 +1,7 @@
 """Small pieces of the scheduler's operations: node states, where a wait went, refusals."""
 
+from dataclasses import replace
+
 from roundhouse.vocabulary import NodeId, PoolName, PriorityClass
 from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, vocabulary_pb2
 from services.scheduler.domain.nodes import InstanceView, Residence
@@ -74,7 +76,7 @@ def ticket(enqueued_ms: int, granted_ms: int, *, ready_ms: int, stage_ms: int, l
         PriorityClass.STANDARD,
         place,
         granted_ms,
-        lease_expires_ms=granted_ms + 15_000,
+        lease_expires_ms=granted_ms + 5_000,  # of a lapsed one: when it was last renewed
         ended_ms=granted_ms + 15_000,
         used=Tokens(9, 3, 4),
     )
@@ -90,11 +92,15 @@ def test_a_wait_is_split_into_queue_stage_and_load() -> None:
 
 
 def test_an_abandoned_attempt_is_billed_as_of_its_last_heartbeat() -> None:
-    """Invariant 14: the id is that of the gateway's own event. Lease 10 s, so the last heartbeat was 5 s after the
-    grant: it ran for 5,000 ms."""
-    event = deliveries.usage_event(ticket(0, 1_000, ready_ms=0, stage_ms=0, load_ms=0), "c1", 10_000)
+    """Invariant 14: the id is that of the gateway's own event. The last heartbeat was 5 s after the grant: it ran for
+    5,000 ms. Two replicas make the same bytes; an attempt without a token costs nothing."""
+    event = deliveries.usage_event(ticket(0, 1_000, ready_ms=0, stage_ms=0, load_ms=0), "c1")
     assert (event.id, event.source, event.subject, event.time_unix_ms) == ("r/1", "c1", "t", 16_000)
     assert (event.data.input_tokens, event.data.cached_tokens, event.data.output_tokens) == (9, 3, 4)
     assert event.data.run_ms == 5_000
     assert event.data.emitter == "scheduler"
     assert event.data.outcome == vocabulary_pb2.OUTCOME_ABANDONED
+    again = deliveries.usage_event(ticket(0, 1_000, ready_ms=0, stage_ms=0, load_ms=0), "c1")
+    assert again.SerializeToString() == event.SerializeToString()
+    silent = replace(ticket(0, 1_000, ready_ms=0, stage_ms=0, load_ms=0), used=Tokens(9, 3, 0))
+    assert deliveries.usage_event(silent, "c1").data.input_tokens == 0
