@@ -25,6 +25,7 @@ from roundhouse.catalogue.records import (
     Interface,
     Limits,
     Model,
+    ModelLimits,
     Price,
     Tenant,
 )
@@ -118,6 +119,7 @@ class _Assembly:
             tensor_parallel=shape.tensor_parallel,
             fallback=None if shape.fallback is None else ModelName(shape.fallback),
             access=tuple(shape.access.tenants),
+            tenant_limits=None if shape.tenant_limits is None else Limits(**shape.tenant_limits.model_dump()),
             price=_price(shape.price, shape.name),
             prices=tuple(_dated_price(price, shape.name) for price in shape.prices),
         )
@@ -173,6 +175,10 @@ def _tenant(shape: TenantShape) -> Tenant:
         fallback=shape.fallback,
         models=tuple(shape.models),
         usage_retention_days=shape.usage_retention_days,
+        limits_per_model=tuple(
+            ModelLimits(pattern=each.model, limits=Limits(**each.model_dump(exclude={"model"})))
+            for each in shape.limits_per_model
+        ),
     )
 
 

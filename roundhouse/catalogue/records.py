@@ -43,6 +43,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 2_000_000
 
 
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one tenant on the names that match a glob pattern; each name is counted by itself."""
+
+    pattern: str
+    limits: Limits
+
+
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Money a tenant may spend in a period."""
 
@@ -85,6 +92,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
         return model.pool if self.isolation == "shared" or self.has_own_instances else PoolName(self.isolation)
 
     usage_retention_days: int | None = None  # how long single requests are kept in the ledger; None = for ever
+    limits_per_model: tuple[ModelLimits, ...] = ()  # the first that matches counts
+
+    def model_limits(self, name: str) -> Limits | None:
+        """What this tenant's declaration says of a model or adapter by its own name; None if nothing."""
+        return next((one.limits for one in self.limits_per_model if fnmatchcase(name, one.pattern)), None)
 
 
 class ContentFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -119,6 +131,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     access: tuple[str, ...] = ("*",)  # tenant names
     price: Price | None = None
     prices: tuple[Price, ...] = ()  # further ones: of one class, or from an instant on
+    tenant_limits: Limits | None = None  # of each tenant on this model, unless the tenant's declaration says otherwise
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,6 +73,20 @@ class LimitsShape(Shape):
     queued_tokens: Positive = 2_000_000  # input + allowed output; a guess: 256 long requests
 
 
+class RatesShape(Shape):
+    """Limits on one model; a missing key is no limit."""
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+
+
+class ModelLimitsShape(RatesShape):
+    """Limits of a tenant on the models and adapters whose names match."""
+
+    model: Pattern
+
+
 class BudgetShape(Shape):
     """What a tenant may spend."""
 
@@ -127,6 +141,7 @@ class TenantShape(Shape):
     fallback: bool = False
     models: list[Pattern] = Field(default_factory=lambda: ["*"])
     usage_retention_days: Positive | None = None
+    limits_per_model: list[ModelLimitsShape] = Field(default_factory=list)
 
 
 class SourceShape(Shape):
@@ -181,6 +196,7 @@ class ModelShape(Shape):
     access: AccessShape = AccessShape()
     price: PriceShape | None = None
     prices: list[DatedPriceShape] = Field(default_factory=list)
+    tenant_limits: RatesShape | None = None
 
 
 class AdapterShape(Shape):

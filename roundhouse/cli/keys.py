@@ -1,4 +1,4 @@
-"""`roundhouse keys`: make, list and revoke keys. A key is printed once, when it is made, on stdout alone."""
+"""`roundhouse keys`: make, list, rotate and revoke keys. A key is printed once, when it is made, on stdout alone."""
 
 import re
 from typing import Annotated
@@ -12,7 +12,9 @@ COLUMNS = ("key_id", "tenant", "scopes", "state", "created", "expires", "label")
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Make, list and revoke keys.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Make, list, rotate and revoke keys."
+)
 
 
 @app.command()
@@ -23,15 +25,29 @@ def create(
     ] = None,
     expires: Annotated[str, typer.Option("--expires", help="How long it works, such as 90d or 12h.")] = "",
     label: Annotated[str, typer.Option("--label", help="A note for whoever lists keys.")] = "",
+    requests_per_minute: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
     output: Output = Format.TABLE,
     admin_url: AdminUrl = "",
     admin_key: AdminKey = "",
 ) -> None:
     """Make a key and print it. It cannot be shown again."""
-    seconds = _seconds(expires)
+    wish: dict[str, object] = {
+        "tenant": tenant,
+        "scopes": scope or ["inference"],
+        "expires_in_s": _seconds(expires, "--expires"),
+        "label": label,
+    }
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
+    if any(value is not None for value in limits.values()):
+        wish["limits"] = limits
     with refusals_told():
-        api = open_api(admin_url, admin_key)
-        made = api.post("/keys", tenant=tenant, scopes=scope or ["inference"], expires_in_s=seconds, label=label)
+        made = open_api(admin_url, admin_key).post("/keys", **wish)
         if output is not Format.TABLE:
             show_data(made, output)
             return
@@ -56,6 +72,26 @@ def list_keys(
 
 
 @app.command()
+def rotate(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as `keys list` shows it.")],
+    overlap: Annotated[str, typer.Option("--overlap", help="How long the old key still works.")] = "24h",
+    output: Output = Format.TABLE,
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Make a key's successor and print it; the old key ends after the overlap."""
+    seconds = _seconds(overlap, "--overlap")
+    with refusals_told():
+        _check_id(key_id)
+        made = open_api(admin_url, admin_key).post(f"/keys/{part(key_id)}/rotate", overlap_s=seconds or 0)
+        if output is not Format.TABLE:
+            show_data(made, output)
+            return
+        typer.echo(made["key"])
+        tell(f"{made['key_id']} of {made['tenant']} follows {key_id}, which ends {made['old']['expires']}")
+
+
+@app.command()
 def revoke(
     key_id: Annotated[str, typer.Argument(help="The key's id, as `keys list` shows it.")],
     admin_url: AdminUrl = "",
@@ -63,16 +99,20 @@ def revoke(
 ) -> None:
     """End a key at once, everywhere. Revoking it again changes nothing."""
     with refusals_told():
-        if key_id.startswith("rh-"):
-            raise Refused("this takes the key's id (`roundhouse keys list`), not the key itself")
+        _check_id(key_id)
         ended = open_api(admin_url, admin_key).delete(f"/keys/{part(key_id)}")
         typer.echo(f"{ended['key_id']} of {ended['tenant']} is revoked")
 
 
-def _seconds(text: str) -> int | None:
+def _check_id(key_id: str) -> None:
+    if key_id.startswith("rh-"):
+        raise Refused("this takes the key's id (`roundhouse keys list`), not the key itself")
+
+
+def _seconds(text: str, option: str) -> int | None:
     if not text:
         return None
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise typer.BadParameter("must be a number and s, m, h or d, such as 90d", param_hint="--expires")
+        raise typer.BadParameter("must be a number and s, m, h or d, such as 90d", param_hint=option)
     return int(match[1]) * _SECONDS[match[2]]

@@ -11,6 +11,7 @@ from roundhouse.catalogue.records import Limits, Model
 from roundhouse.errors import EngineFailed
 from roundhouse.vocabulary import KeyId, Outcome, RequestId, TenantId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
+from services.gateway.domain.limits import ScopedLimits
 from services.gateway.domain.tensors import ModelSignature, Tensor
 
 
@@ -21,7 +22,9 @@ class Caller:
     tenant_id: TenantId
     key_id: KeyId
     scopes: frozenset[str]  # "inference", "usage:read", "admin"
-    key_hash: str  # SHA-256 of the key, hex; for the atomic check in `Admission.admit`
+    key_hash: str  # SHA-256 of the key, hex; for the atomic check in `Admission.admit`; empty = an issuer's token
+    limits: Limits | None = None  # of this key alone, beside its tenant's
+    expires_ms: int = 0  # of an issuer's token, Unix time; 0 = never. Keys have theirs in the store
 
 
 class KeyDirectory(Protocol):
@@ -42,19 +45,28 @@ class Admitted:
     ticket: RequestId
     tenant_id: TenantId
     reserved_tokens: int
-    remaining_requests: int | None  # of the minute; None = unlimited
+    remaining_requests: int | None  # of the minute, in the scope with least left; None = unlimited
     remaining_tokens: int | None
     reset_requests_ms: int
     reset_tokens_ms: int
+    requests_limit: int | None = None  # of that scope
+    tokens_limit: int | None = None
 
 
 class Admission(Protocol):
     """Limits, checked all or nothing in one atomic step that also checks that the key is still alive."""
 
     async def admit(
-        self, caller: Caller, request_id: RequestId, limits: Limits, *, input_tokens: int, reserve_tokens: int
+        self,
+        caller: Caller,
+        request_id: RequestId,
+        limits: Limits,
+        *,
+        input_tokens: int,
+        reserve_tokens: int,
+        also: Sequence[ScopedLimits] = (),
     ) -> Admitted:
-        """Take one request, `reserve_tokens` tokens and a concurrency lease.
+        """Take one request, `reserve_tokens` tokens and a concurrency lease of the tenant and of each scope in `also`.
 
         `reserve_tokens` is the whole reservation, the prompt's `input_tokens` included. Raises Unauthenticated (key
         revoked meanwhile), LimitExceeded (nothing was taken; without retry_after_ms if waiting does not help),

@@ -16,6 +16,7 @@ from services.gateway.adapters import redis_names
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.domain.keys import INFERENCE, KeyRecord, key_hash
+from services.gateway.domain.limits import ScopedLimits
 from services.gateway.ports import Admitted, Caller
 from tests.fakes.admission import InMemoryAdmission, InMemoryKeys
 from tests.fakes.clock import ManualClock
@@ -36,11 +37,20 @@ class World:
     redis: Any = None
     ids: "count[int]" = field(default_factory=count)
 
-    async def admit(self, limits: Limits, tokens: int = 1, *, gateway: int = 0, request: str = "") -> Admitted:
+    async def admit(
+        self,
+        limits: Limits,
+        tokens: int = 1,
+        *,
+        gateway: int = 0,
+        request: str = "",
+        also: tuple[ScopedLimits, ...] = (),
+        caller: Caller = CALLER,
+    ) -> Admitted:
         """One request with a fresh id."""
         request_id = RequestId(request or f"r{next(self.ids)}")
         admitted: Admitted = await self.gateways[gateway].admit(
-            CALLER, request_id, limits, input_tokens=0, reserve_tokens=tokens
+            caller, request_id, limits, input_tokens=0, reserve_tokens=tokens, also=also
         )
         return admitted
 
@@ -319,3 +329,64 @@ async def test_a_raised_limit_counts_what_was_used_under_the_old_one(world: Worl
         await world.admit(Limits(requests_per_minute=10))
     raised = Limits(requests_per_minute=15)
     assert (await world.admit(raised)).remaining_requests == 4
+
+
+KEY_1 = ScopedLimits("k:key-1", requests_per_minute=3)
+KEY_2 = ScopedLimits("k:key-2", requests_per_minute=3)
+MODEL = ScopedLimits("m:chat", tokens_per_minute=100, concurrent_requests=2)
+
+
+async def test_a_keys_own_limit_is_exact_and_its_own(world: World) -> None:
+    """B09: of 20 at once with a key's limit of 3, 3 pass; another key of the tenant has its own 3."""
+    for own in (KEY_1, KEY_2):
+        calls = [world.admit(UNLIMITED, gateway=number % 2, also=(own,)) for number in range(20)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(answer, Admitted) for answer in answers) == 3
+        assert all(
+            "3 requests a minute of this key" in str(answer) for answer in answers if isinstance(answer, Exception)
+        )
+
+
+async def test_what_one_scope_refuses_takes_nothing_of_the_others(world: World) -> None:
+    """Invariant 15: tenant 10 a minute, key 3 a minute, model 2 at once: refused ones leave all three as they were."""
+    limits = Limits(requests_per_minute=10)
+    first = await world.admit(limits, 10, also=(KEY_1, MODEL))
+    await world.admit(limits, 10, also=(KEY_1, MODEL))
+    for _ in range(5):
+        with pytest.raises(LimitExceeded) as refused:
+            await world.admit(limits, 10, also=(KEY_1, MODEL))  # the third at once
+        assert "2 requests at once of this model" in refused.value.message
+    await world.gateways[1].settle(first, used_tokens=4)
+    after = await world.admit(limits, 10, also=(KEY_1, MODEL))
+    assert (after.remaining_requests, after.requests_limit) == (0, 3)  # the key's 3 - 3, less than the tenant's 10 - 3
+    assert (after.remaining_tokens, after.tokens_limit) == (76, 100)  # 100 - 4 - 10 - 10
+    assert (await world.admit(limits)).remaining_requests == 6  # 10 - 4: five refusals took nothing
+
+
+async def test_a_withdrawn_request_is_given_back_in_every_scope(world: World) -> None:
+    """Invariant 15: key and model have their whole limits again."""
+    for _ in range(5):
+        held = await world.admit(UNLIMITED, 100, also=(KEY_1, MODEL))
+        await world.gateways[1].withdraw(ACME, held.ticket)
+
+
+async def test_leases_of_every_scope_are_renewed_and_end_by_themselves(world: World) -> None:
+    """B10: two at once of a model; renewed after 20 s they hold at 40 s, and unrenewed they are gone at 60 s."""
+    held = [await world.admit(UNLIMITED, also=(MODEL,)) for _ in range(2)]
+    world.clock.advance(20_000)
+    await world.gateways[1].renew(held)
+    world.clock.advance(20_000)
+    with pytest.raises(LimitExceeded):
+        await world.admit(UNLIMITED, also=(MODEL,))
+    world.clock.advance(20_000)
+    await world.admit(UNLIMITED, also=(MODEL,))
+
+
+async def test_a_token_of_an_issuer_is_admitted_until_it_expires(world: World) -> None:
+    """It has no key to be alive; the store's clock ends it."""
+    caller = Caller(ACME, KeyId("jwt-1"), frozenset({INFERENCE}), "", expires_ms=world.clock.now_ms() + 1_000)
+    world.clock.advance(999)
+    await world.admit(UNLIMITED, caller=caller)
+    world.clock.advance(1)
+    with pytest.raises(Unauthenticated):
+        await world.admit(UNLIMITED, caller=caller)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roundhouse.catalogue.records import Limits
 from roundhouse.errors import NotFound, Unauthenticated, Unavailable
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId, TenantId
@@ -143,6 +144,45 @@ async def test_revoking_is_idempotent_and_only_of_what_there_is(world: World) ->
     with pytest.raises(NotFound):
         await world.registry.revoke(KeyId("key-none"), 1_000)
     assert (await world.a.identify(K2, fresh=True)).key_id == "key-2"
+
+
+async def test_a_key_that_is_to_end_ends_everywhere_at_that_time(world: World) -> None:
+    """Rotation: both gateways know the key; its end is moved to 1 s from now, and never later again."""
+    await world.add(K1)
+    for gateway in (world.a, world.b):
+        await gateway.identify(K1)
+    ends_ms = world.clock.now_ms() + 1_000
+    assert (await world.registry.end_at(KeyId("key-1"), ends_ms)).expires_ms == ends_ms
+    assert (await world.registry.end_at(KeyId("key-1"), ends_ms + 9_000)).expires_ms == ends_ms
+    world.clock.advance(999)
+    for gateway in (world.a, world.b):
+        await gateway.identify(K1, fresh=True)
+    world.clock.advance(1)
+    for gateway in (world.a, world.b):
+        with pytest.raises(Unauthenticated):
+            await gateway.identify(K1, fresh=True)
+    with pytest.raises(NotFound):
+        await world.registry.end_at(KeyId("key-none"), ends_ms)
+
+
+async def test_a_revoked_key_does_not_come_back_by_ending_it_later(world: World) -> None:
+    """Case B06: a rotation that meets a revocation leaves the key dead."""
+    await world.add(K1)
+    await world.registry.revoke(KeyId("key-1"), world.clock.now_ms())
+    await world.registry.end_at(KeyId("key-1"), world.clock.now_ms() + 60_000)
+    with pytest.raises(Unauthenticated):
+        await world.a.identify(K1, fresh=True)
+
+
+async def test_a_keys_own_limits_are_told_with_it(world: World) -> None:
+    """Admission gets them from whoever calls."""
+    own = Limits(requests_per_minute=3)
+    record = KeyRecord(
+        KeyId("key-1"), TenantId("acme"), key_hash(K1), frozenset({INFERENCE}), "", world.clock.now_ms(), 0, limits=own
+    )
+    await world.registry.add(record)
+    assert (await world.a.identify(K1)).limits == own
+    assert (await world.registry.find(KeyId("key-1"))).limits == own
 
 
 async def test_keys_are_listed_oldest_first_with_ended_ones(world: World) -> None:

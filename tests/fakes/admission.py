@@ -11,6 +11,7 @@ from roundhouse.vocabulary import KeyId, RequestId, TenantId
 from services.gateway.adapters.admission import limit_exceeded
 from services.gateway.domain import keys, limits
 from services.gateway.domain.keys import KeyRecord
+from services.gateway.domain.limits import ScopedLimits
 from services.gateway.ports import Admitted, Caller
 
 
@@ -37,6 +38,20 @@ class InMemoryKeys:
         self._records[key_id] = replace(record, revoked_ms=record.revoked_ms or now_ms)
         return self._records[key_id]
 
+    async def find(self, key_id: KeyId) -> KeyRecord:
+        """See `KeyRegistry.find`."""
+        self._check()
+        if key_id not in self._records:
+            raise NotFound("there is no such key", code="key_not_found")
+        return self._records[key_id]
+
+    async def end_at(self, key_id: KeyId, at_ms: int) -> KeyRecord:
+        """See `KeyRegistry.end_at`."""
+        record = await self.find(key_id)
+        if not record.revoked_ms:
+            self._records[key_id] = keys.ends_at(record, at_ms)
+        return self._records[key_id]
+
     async def of_tenant(self, tenant_id: TenantId) -> list[KeyRecord]:
         """See `KeyRegistry.of_tenant`."""
         self._check()
@@ -51,7 +66,7 @@ class InMemoryKeys:
         record = next((one for one in self._records.values() if one.key_hash == key_hash), None)
         if record is None or record.state(self._clock.now_ms()) != "active":
             raise Unauthenticated("the API key is not valid")
-        return Caller(record.tenant_id, record.key_id, record.scopes, key_hash)
+        return Caller(record.tenant_id, record.key_id, record.scopes, key_hash, record.limits)
 
     def is_alive(self, tenant_id: TenantId, key_hash: str) -> bool:
         """What admission asks."""
@@ -77,17 +92,24 @@ class InMemoryAdmission:
         self._keys = key_registry
 
     async def admit(
-        self, caller: Caller, request_id: RequestId, limits: Limits, *, input_tokens: int, reserve_tokens: int
+        self,
+        caller: Caller,
+        request_id: RequestId,
+        limits: Limits,
+        *,
+        input_tokens: int,
+        reserve_tokens: int,
+        also: Sequence[ScopedLimits] = (),
     ) -> Admitted:
         """See `Admission.admit`."""
         self._check()
         assert 0 <= input_tokens <= reserve_tokens
-        if not self._keys.is_alive(caller.tenant_id, caller.key_hash):
+        if not self._is_alive(caller):
             raise Unauthenticated("the API key is not valid")
         use = self.uses[caller.tenant_id]
         if caller.tenant_id in self.budget_spent and request_id not in use.tickets:
             raise BudgetExhausted("the budget of this account is spent")
-        after, answer = _admit(use, request_id, reserve_tokens, limits, self._clock.now_ms())
+        after, answer = _admit(use, request_id, reserve_tokens, limits, also, self._clock.now_ms())
         self.uses[caller.tenant_id] = after
         return Admitted(
             ticket=request_id,
@@ -97,7 +119,14 @@ class InMemoryAdmission:
             remaining_tokens=answer.remaining_tokens,
             reset_requests_ms=answer.reset_requests_ms,
             reset_tokens_ms=answer.reset_tokens_ms,
+            requests_limit=answer.requests_limit,
+            tokens_limit=answer.tokens_limit,
         )
+
+    def _is_alive(self, caller: Caller) -> bool:
+        if not caller.key_hash:
+            return not keys.has_expired(caller.expires_ms, self._clock.now_ms())
+        return self._keys.is_alive(caller.tenant_id, caller.key_hash)
 
     async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
         """See `Admission.settle`."""
@@ -130,7 +159,12 @@ class InMemoryAdmission:
 
 
 def _admit(
-    use: limits.TenantUse, request_id: RequestId, reserve_tokens: int, wanted: Limits, now_ms: int
+    use: limits.TenantUse,
+    request_id: RequestId,
+    reserve_tokens: int,
+    wanted: Limits,
+    also: Sequence[ScopedLimits],
+    now_ms: int,
 ) -> tuple[limits.TenantUse, limits.Room]:
     ask = limits.Ask(
         request_id,
@@ -138,6 +172,7 @@ def _admit(
         wanted.requests_per_minute,
         wanted.tokens_per_minute,
         wanted.concurrent_requests,
+        tuple(also),
     )
     after, answer = limits.admit(use, ask, now_ms)
     match answer:
@@ -145,5 +180,6 @@ def _admit(
             return after, room
         case limits.Ended():
             raise Conflict("this request id was used before")
-        case limits.Refused(limit, wait_ms):
-            raise limit_exceeded(limit, -1 if wait_ms is None else wait_ms, wanted)
+        case limits.Refused(limit, wait_ms, scope):
+            [refusing] = [one for one in ask.scopes if one.scope == scope]
+            raise limit_exceeded(limit, -1 if wait_ms is None else wait_ms, refusing)

@@ -26,6 +26,7 @@ ACME = TenantId("acme")
 CALLER = Caller(ACME, KeyId("key-1"), frozenset({INFERENCE}), "ab" * 32)
 RATES = st.sampled_from([None, 0, 1, 3, 7, 60, 100, 1_000_000_000])
 TOKEN_RATES = st.sampled_from([100, 70, 250, None, 1_000_000_000])
+SCOPES = ("", "k:key-1", "m:chat")
 NEWEST_FIRST = st.integers(0, 5)  # which request: 0 the newest; beyond the oldest: one that there never was
 Answer = TypeVar("Answer")
 
@@ -44,6 +45,7 @@ class LimitsMachine(RuleBasedStateMachine):
         self.admission = RedisAdmission(self.redis, clock=self.clock)
         self.use = twin.TenantUse()
         self.limits = Limits()
+        self.also: tuple[twin.ScopedLimits, ...] = ()
         self.requests: list[RequestId] = []
         record = KeyRecord(CALLER.key_id, ACME, CALLER.key_hash, CALLER.scopes, "", self.clock.now_ms(), 0)
         self.run(RedisKeyRegistry(self.redis).add(record))
@@ -70,6 +72,15 @@ class LimitsMachine(RuleBasedStateMachine):
     def set_limits(self, requests: int | None, tokens: int | None, concurrent: int | None) -> None:
         """The catalogue changes."""
         self.limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+
+    @rule(
+        key=st.none() | st.tuples(RATES, TOKEN_RATES, st.none() | st.integers(0, 3)),
+        model=st.none() | st.tuples(st.just(None), TOKEN_RATES, st.none() | st.integers(0, 3)),
+    )
+    def set_limits_of_key_and_model(self, key: Any, model: Any) -> None:
+        """Another key calls, or another model, with limits of its own or none."""
+        wanted = (("k:key-1", key), ("m:chat", model))
+        self.also = tuple(twin.ScopedLimits(scope, *values) for scope, values in wanted if values is not None)
 
     @rule(duration_ms=st.sampled_from([1, 7, 999, 8_571, 30_000, 60_000]) | st.integers(1, 70_000))
     def wait(self, duration_ms: int) -> None:
@@ -99,6 +110,7 @@ class LimitsMachine(RuleBasedStateMachine):
             self.limits.requests_per_minute,
             self.limits.tokens_per_minute,
             self.limits.concurrent_requests,
+            self.also,
         )
         self.use, expected = twin.admit(self.use, ask, self.clock.now_ms())
         actual = self._admit(request_id, tokens)
@@ -110,20 +122,25 @@ class LimitsMachine(RuleBasedStateMachine):
                     actual.remaining_tokens,
                     actual.reset_requests_ms,
                     actual.reset_tokens_ms,
+                    actual.requests_limit,
+                    actual.tokens_limit,
                 )
-            case twin.Refused(limit, wait_ms):
+            case twin.Refused(limit, wait_ms, scope):
                 assert isinstance(actual, LimitExceeded)
                 assert actual.retry_after_ms == wait_ms
                 assert {"requests_per_minute": "requests a", "tokens_per_minute": "tokens a"}.get(
                     limit.value, "at once"
                 ) in actual.message
+                assert {"": "", "k:": "of this key", "m:": "of this model"}[scope[:2]] in actual.message
             case twin.Ended():
                 assert isinstance(actual, Conflict)
 
     def _admit(self, request_id: RequestId, tokens: int) -> Admitted | LimitExceeded | Conflict:
         try:
             return self.run(
-                self.admission.admit(CALLER, request_id, self.limits, input_tokens=0, reserve_tokens=tokens)
+                self.admission.admit(
+                    CALLER, request_id, self.limits, input_tokens=0, reserve_tokens=tokens, also=self.also
+                )
             )
         except (LimitExceeded, Conflict) as error:
             return error
@@ -152,16 +169,18 @@ class LimitsMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_state(self) -> None:
-        """Meters and running leases are equal, to the point."""
-        meters, leases = self.run(self._stored())
+        """Meters and running leases of every scope are equal, to the point."""
         now_ms = self.clock.now_ms()
-        assert meters == (self.use.requests.points, self.use.tokens.points)
-        assert leases == {name: end for name, end in self.use.leases.items() if end > now_ms}
+        for scope in SCOPES:
+            expected = self.use.of(scope)
+            meters, leases = self.run(self._stored(scope))
+            assert meters == (expected.requests.points, expected.tokens.points)
+            assert leases == {name: end for name, end in expected.leases.items() if end > now_ms}
 
-    async def _stored(self) -> tuple[tuple[int, int], dict[str, int]]:
+    async def _stored(self, scope: str) -> tuple[tuple[int, int], dict[str, int]]:
         redis: Any = self.redis
-        points = await redis.hmget(redis_names.meters(ACME), ["requests", "tokens"])
-        leases = await redis.zrange(redis_names.concurrency_leases(ACME), 0, -1, withscores=True)
+        points = await redis.hmget(redis_names.meters(ACME, scope), ["requests", "tokens"])
+        leases = await redis.zrange(redis_names.concurrency_leases(ACME, scope), 0, -1, withscores=True)
         now_ms = self.clock.now_ms()
         return (
             (int(points[0] or 0), int(points[1] or 0)),

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from roundhouse.catalogue.problems import DeclarationRefused
+from roundhouse.catalogue.records import Limits
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.catalogue.yaml_document import BYTES_MAX
 from roundhouse.clock import Clock
@@ -54,6 +55,14 @@ class ApplyBody(msgspec.Struct, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class KeyLimits(msgspec.Struct, forbid_unknown_fields=True):
+    """Limits of one key, beside its tenant's; what is left out is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+
 class KeyBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /admin/v1/keys."""
 
@@ -61,6 +70,13 @@ class KeyBody(msgspec.Struct, forbid_unknown_fields=True):
     scopes: tuple[str, ...] = (keys.INFERENCE,)
     expires_in_s: int | None = None
     label: str = ""
+    limits: KeyLimits | None = None
+
+
+class RotateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /admin/v1/keys/{key_id}/rotate. The old key works `overlap_s` longer."""
+
+    overlap_s: int = 24 * 3600
 
 
 class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -99,6 +115,7 @@ def admin_app(services: AdminServices) -> ASGIApp:
         _route("POST", "/keys", _for_operators(api.create_key)),
         _route("GET", "/keys", _for_operators(api.list_keys)),
         _route("DELETE", "/keys/{key_id}", _for_operators(api.revoke_key)),
+        _route("POST", "/keys/{key_id}/rotate", _for_operators(api.rotate_key)),
         _route("GET", "/usage", api.show_usage),
         *(_route(method, "/metering/{path:path}", services.metering.forward) for method in ("GET", "POST", "DELETE")),
         _route("GET", "/nodes", _for_operators(api.list_nodes)),
@@ -141,10 +158,21 @@ class _AdminApi:
 
     async def create_key(self, request: Request, caller: Caller) -> Response:
         body = await self._body(request, KeyBody)
-        wish = KeyWish(body.tenant, body.scopes, body.expires_in_s, body.label)
+        limits = None if body.limits is None else Limits(**msgspec.structs.asdict(body.limits))
+        wish = KeyWish(body.tenant, body.scopes, body.expires_in_s, body.label, limits)
         made = await self._services.keys.create(wish, actor=caller.key_id)
         shown = admin_json.key_json(made.record, self._services.keys.state_of(made.record))
         return _json({"key": made.text, **shown}, status=201, headers={"cache-control": "no-store"})
+
+    async def rotate_key(self, request: Request, caller: Caller) -> Response:
+        body = await self._body(request, RotateBody)
+        operations, key_id = self._services.keys, KeyId(request.path_params["key_id"])
+        rotation = await operations.rotate(key_id, overlap_s=body.overlap_s, actor=caller.key_id)
+        made, old = rotation.new.record, rotation.old
+        shown = admin_json.key_json(made, operations.state_of(made))
+        ending = admin_json.key_json(old, operations.state_of(old))
+        content = {"key": rotation.new.text, **shown, "old": ending}
+        return _json(content, status=201, headers={"cache-control": "no-store"})
 
     async def list_keys(self, request: Request, _: Caller) -> Response:
         operations = self._services.keys

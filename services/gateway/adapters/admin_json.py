@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from roundhouse.catalogue.problems import DeclarationRefused
+from roundhouse.catalogue.records import Limits
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.domain.keys import KeyRecord
 from services.gateway.operations.apply import Applied
@@ -49,7 +50,14 @@ def key_json(record: KeyRecord, state: str) -> dict[str, Any]:
         "created": _time(record.created_ms),
         "expires": _time(record.expires_ms),
         "revoked": _time(record.revoked_ms),
+        "limits": _limits_json(record.limits),
+        "replaces": record.replaces,
     }
+
+
+def _limits_json(limits: Limits | None) -> dict[str, int | None] | None:
+    names = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
+    return None if limits is None else {name: getattr(limits, name) for name in names}
 
 
 def node_json(state: loading_pb2.NodeState) -> dict[str, Any]:

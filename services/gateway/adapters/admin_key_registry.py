@@ -16,7 +16,7 @@ from roundhouse.errors import NotFound, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
 from services.gateway.adapters import redis_names
 from services.gateway.adapters.key_directory import IndexEntry
-from services.gateway.domain.keys import KeyRecord
+from services.gateway.domain.keys import KeyRecord, ends_at
 
 INDEX_SLACK_MS = 24 * 3600 * 1000  # the entry only has to go some day: expiry itself is checked by time, not by absence
 
@@ -32,15 +32,10 @@ class RedisKeyRegistry:
 
     async def add(self, record: KeyRecord) -> None:
         """See `KeyRegistry.add`. Cancelled midway, the key may be listed but does not work yet: add it again."""
-        entry = IndexEntry(record.tenant_id, record.key_id, tuple(sorted(record.scopes)), record.expires_ms)
-        lifetime_ms = record.expires_ms - record.created_ms + INDEX_SLACK_MS if record.expires_ms else None
         try:
-            async with self._redis.pipeline(transaction=True) as transaction:
-                transaction.hset(redis_names.key_records(record.tenant_id), record.key_id, _encode(record).decode())
-                transaction.hset(redis_names.alive_keys(record.tenant_id), record.key_hash, str(record.expires_ms))
-                await transaction.execute()
+            await self._write_alive(record)
             await self._redis.set(redis_names.key_owner(record.key_id), record.tenant_id)
-            await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), px=lifetime_ms)
+            await self._write_index(record, record.created_ms)
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be written now") from error
 
@@ -48,6 +43,25 @@ class RedisKeyRegistry:
         """See `KeyRegistry.revoke`. Cancelled midway, the key is dead or untouched: revoke it again."""
         try:
             return await self._revoke(key_id, now_ms)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("keys cannot be written now") from error
+
+    async def find(self, key_id: KeyId) -> KeyRecord:
+        """See `KeyRegistry.find`."""
+        try:
+            return await self._find(key_id)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("keys cannot be read now") from error
+
+    async def end_at(self, key_id: KeyId, at_ms: int) -> KeyRecord:
+        """See `KeyRegistry.end_at`. Cancelled midway, the key ends then or is untouched: call again."""
+        try:
+            record = await self._find(key_id)
+            ending = ends_at(record, at_ms)
+            if not record.revoked_ms and ending != record:
+                await self._write_alive(ending)
+                await self._write_index(ending, at_ms)
+            return ending
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be written now") from error
 
@@ -59,12 +73,28 @@ class RedisKeyRegistry:
             raise Unavailable("keys cannot be read now") from error
         return sorted((_decode(data) for data in found), key=lambda record: (record.created_ms, record.key_id))
 
-    async def _revoke(self, key_id: KeyId, now_ms: int) -> KeyRecord:
+    async def _write_alive(self, record: KeyRecord) -> None:
+        async with self._redis.pipeline(transaction=True) as transaction:
+            transaction.hset(redis_names.key_records(record.tenant_id), record.key_id, _encode(record).decode())
+            transaction.hset(redis_names.alive_keys(record.tenant_id), record.key_hash, str(record.expires_ms))
+            await transaction.execute()
+
+    async def _write_index(self, record: KeyRecord, now_ms: int) -> None:
+        entry = IndexEntry(
+            record.tenant_id, record.key_id, tuple(sorted(record.scopes)), record.expires_ms, record.limits
+        )
+        kept_ms = max(0, record.expires_ms - now_ms) + INDEX_SLACK_MS if record.expires_ms else None
+        await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), px=kept_ms)
+
+    async def _find(self, key_id: KeyId) -> KeyRecord:
         owner = await self._redis.get(redis_names.key_owner(key_id))
         data = owner and await cast("Any", self._redis.hget(redis_names.key_records(TenantId(owner.decode())), key_id))
         if not data:
             raise NotFound("there is no such key", code="key_not_found")
-        record: KeyRecord = _decode(data)
+        return _decode(data)
+
+    async def _revoke(self, key_id: KeyId, now_ms: int) -> KeyRecord:
+        record = await self._find(key_id)
         revoked = replace(record, revoked_ms=record.revoked_ms or now_ms)
         async with self._redis.pipeline(transaction=True) as transaction:
             transaction.hdel(redis_names.alive_keys(record.tenant_id), record.key_hash)

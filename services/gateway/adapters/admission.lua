@@ -1,94 +1,116 @@
--- Admits one request or refuses it, in one step: key alive, budget, requests and tokens a minute, concurrency lease.
+-- Admits one request or refuses it, in one step: key alive, budget, and the limits of the tenant, the key and the model.
 -- The pure twin, with the reasons for the arithmetic, is services/gateway/domain/limits.py. Refused writes nothing.
--- KEYS (one tenant, one slot): 1 alive keys  2 meters  3 leases  4 ticket of this request  5 budget mark
--- ARGV: 1 key hash  2 request id  3 requests/min  4 tokens/min  5 concurrent (each -1 = no limit)  6 tokens to reserve
---       7 lease ms  8 ticket ms  9 retry ms when only concurrency refuses  10 now ms ("" = the store's clock)
--- Returns {'taken', remaining requests, remaining tokens, reset requests ms, reset tokens ms} (remaining -1 = no limit),
---         {'refused', limit name, retry ms (-1 = never fits)}, {'key'}, {'budget'} or {'ended'}.
-local POINTS = 60000
+-- KEYS (one tenant, one slot): 1 alive keys  2 ticket of this request  3 budget mark, then for each scope: meters, leases
+-- ARGV: 1 key hash ("" = a token of an issuer)  2 when that token expires, ms (0 = never)  3 request id
+--       4 tokens to reserve  5 lease ms  6 ticket ms  7 retry ms when only concurrency refuses
+--       8 now ms ("" = the store's clock), then for each scope: its name ("" = the tenant), requests/min, tokens/min,
+--       concurrent (each -1 = no limit)
+-- Returns {'taken', requests limit, left, reset ms, tokens limit, left, reset ms} of the scope with least left (limit -1 =
+--         none), {'refused', limit name, retry ms (-1 = never fits), scope number}, {'key'}, {'budget'} or {'ended'}.
+local POINTS, FIXED = 60000, 8
 
 local function whole(number) return string.format('%.0f', number) end
 
-local now = tonumber(ARGV[10])
+local now = tonumber(ARGV[8])
 if not now then
   local time = redis.call('TIME')
   now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
-local key_expires = redis.call('HGET', KEYS[1], ARGV[1])
-if not key_expires or (key_expires ~= '0' and tonumber(key_expires) <= now) then
+local expires = ARGV[2]
+if ARGV[1] ~= '' then expires = redis.call('HGET', KEYS[1], ARGV[1]) end
+if not expires or (expires ~= '0' and tonumber(expires) <= now) then
   return {'key'}
 end
 
-local ticket = redis.call('GET', KEYS[4])
+local ticket = redis.call('GET', KEYS[2])
 if ticket == 'ended' then
   return {'ended'}
 end
 if ticket then -- a repeated call gets the first answer
   local part = {}
-  for text in string.gmatch(ticket, '%S+') do part[#part + 1] = tonumber(text) end
-  return {'taken', part[7], part[8], part[9], part[10]}
+  for text in string.gmatch(string.match(ticket, '^[^\n]*'), '%S+') do part[#part + 1] = tonumber(text) end
+  return {'taken', part[3], part[4], part[5], part[6], part[7], part[8]}
 end
 
-if redis.call('EXISTS', KEYS[5]) == 1 then
+if redis.call('EXISTS', KEYS[3]) == 1 then
   return {'budget'}
 end
 
-local request_rate, token_rate, concurrent = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local reserve = tonumber(ARGV[6])
-local stored = redis.call('HMGET', KEYS[2], 'requests', 'requests_at', 'tokens', 'tokens_at')
-
+local reserve = tonumber(ARGV[4])
+local worst_name, worst_wait, worst_scope = nil, 0, 0
+local function refuse(scope, name, wait) -- -1 (never) beats every wait; else the longest; the first of equals
+  if not worst_name or (worst_wait ~= -1 and (wait == -1 or wait > worst_wait)) then
+    worst_name, worst_wait, worst_scope = name, wait, scope
+  end
+end
 local function drained(points, at, rate)
   points, at = tonumber(points) or 0, tonumber(at) or 0
   return math.max(0, points - math.max(0, rate) * math.max(0, now - at)), math.max(at, now)
 end
-local request_points, request_at = drained(stored[1], stored[2], request_rate)
-local token_points, token_at = drained(stored[3], stored[4], token_rate)
-
-local worst_name, worst_wait = nil, 0
-local function refuse(name, wait) -- -1 (never) beats every wait; else the longest; the first of equals
-  if not worst_name or (worst_wait ~= -1 and (wait == -1 or wait > worst_wait)) then
-    worst_name, worst_wait = name, wait
-  end
-end
-local function check_rate(name, points, rate, units)
+local function check_rate(scope, name, points, rate, units)
   if rate < 0 or units == 0 then return end -- what takes nothing of a limit is not refused by it
   local cost, capacity = units * POINTS, rate * POINTS
   if cost > capacity then
-    refuse(name, -1)
+    refuse(scope, name, -1)
   elseif points + cost > capacity then
-    refuse(name, math.ceil((points + cost - capacity) / rate))
+    refuse(scope, name, math.ceil((points + cost - capacity) / rate))
   end
 end
-check_rate('requests_per_minute', request_points, request_rate, 1)
-check_rate('tokens_per_minute', token_points, token_rate, reserve)
-if concurrent >= 0 and redis.call('ZCOUNT', KEYS[3], '(' .. whole(now), '+inf') >= concurrent then
-  refuse('concurrent_requests', concurrent > 0 and tonumber(ARGV[9]) or -1)
+
+local scopes = {}
+for number = 0, (#ARGV - FIXED) / 4 - 1 do
+  local at = FIXED + number * 4
+  local scope = {
+    name = ARGV[at + 1], meters = KEYS[4 + number * 2], leases = KEYS[5 + number * 2],
+    requests = tonumber(ARGV[at + 2]), tokens = tonumber(ARGV[at + 3]), concurrent = tonumber(ARGV[at + 4]),
+  }
+  local stored = redis.call('HMGET', scope.meters, 'requests', 'requests_at', 'tokens', 'tokens_at')
+  scope.request_points, scope.request_at = drained(stored[1], stored[2], scope.requests)
+  scope.token_points, scope.token_at = drained(stored[3], stored[4], scope.tokens)
+  check_rate(number, 'requests_per_minute', scope.request_points, scope.requests, 1)
+  check_rate(number, 'tokens_per_minute', scope.token_points, scope.tokens, reserve)
+  if scope.concurrent >= 0
+      and redis.call('ZCOUNT', scope.leases, '(' .. whole(now), '+inf') >= scope.concurrent then
+    refuse(number, 'concurrent_requests', scope.concurrent > 0 and tonumber(ARGV[7]) or -1)
+  end
+  scopes[#scopes + 1] = scope
 end
 if worst_name then
-  return {'refused', worst_name, worst_wait}
+  return {'refused', worst_name, worst_wait, worst_scope}
 end
 
-local drain_ms = 0
-local function charge(name, points, at, rate, units) -- returns remaining units, ms until the meter is empty
+local drain_ms
+local function charge(scope, name, points, at, rate, units) -- returns remaining units, ms until the meter is empty
   if rate < 0 then return -1, 0 end
   points = points + units * POINTS
-  redis.call('HSET', KEYS[2], name, whole(points), name .. '_at', whole(at))
+  redis.call('HSET', scope.meters, name, whole(points), name .. '_at', whole(at))
   local reset = rate > 0 and math.ceil(points / rate) or 0
   drain_ms = math.max(drain_ms, reset)
   return math.floor(math.max(0, rate * POINTS - points) / POINTS), reset
 end
-local left_requests, reset_requests = charge('requests', request_points, request_at, request_rate, 1)
-local left_tokens, reset_tokens = charge('tokens', token_points, token_at, token_rate, reserve)
-if request_rate >= 0 or token_rate >= 0 then -- an empty meter need not be kept; a minute more for a clock that steps back
-  redis.call('PEXPIRE', KEYS[2], math.max(drain_ms + 60000, redis.call('PTTL', KEYS[2])))
+local least = {requests = {-1, -1, 0}, tokens = {-1, -1, 0}}
+local function remember(what, rate, left, reset) -- the scope with least left is what the caller is told of
+  if rate >= 0 and (least[what][1] < 0 or left < least[what][2]) then least[what] = {rate, left, reset} end
 end
-
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', whole(now))
-redis.call('ZADD', KEYS[3], whole(now + tonumber(ARGV[7])), ARGV[2])
-redis.call('PEXPIRE', KEYS[3], ARGV[8])
-local parts = {reserve, now, token_points, token_rate, request_points, request_rate,
-               left_requests, left_tokens, reset_requests, reset_tokens}
-for index, part in ipairs(parts) do parts[index] = whole(part) end
-redis.call('SET', KEYS[4], table.concat(parts, ' '), 'PX', ARGV[8])
-return {'taken', left_requests, left_tokens, reset_requests, reset_tokens}
+local lines = {}
+for _, scope in ipairs(scopes) do
+  drain_ms = 0
+  local left, reset = charge(scope, 'requests', scope.request_points, scope.request_at, scope.requests, 1)
+  remember('requests', scope.requests, left, reset)
+  left, reset = charge(scope, 'tokens', scope.token_points, scope.token_at, scope.tokens, reserve)
+  remember('tokens', scope.tokens, left, reset)
+  if scope.requests >= 0 or scope.tokens >= 0 then -- an empty meter need not be kept; a minute for a clock that steps back
+    redis.call('PEXPIRE', scope.meters, math.max(drain_ms + 60000, redis.call('PTTL', scope.meters)))
+  end
+  redis.call('ZREMRANGEBYSCORE', scope.leases, '-inf', whole(now))
+  redis.call('ZADD', scope.leases, whole(now + tonumber(ARGV[5])), ARGV[3])
+  redis.call('PEXPIRE', scope.leases, ARGV[6])
+  lines[#lines + 1] = table.concat({scope.name == '' and '-' or scope.name, whole(scope.token_points),
+    whole(scope.tokens), whole(scope.request_points), whole(scope.requests)}, ' ')
+end
+local r, t = least.requests, least.tokens
+local first = {reserve, now, r[1], r[2], r[3], t[1], t[2], t[3]}
+for index, part in ipairs(first) do first[index] = whole(part) end
+redis.call('SET', KEYS[2], table.concat(first, ' ') .. '\n' .. table.concat(lines, '\n'), 'PX', ARGV[6])
+return {'taken', r[1], r[2], r[3], t[1], t[2], t[3]}

@@ -20,7 +20,7 @@ from roundhouse.errors import BudgetExhausted, Conflict, LimitExceeded, Roundhou
 from roundhouse.redis_edge import LuaScript
 from roundhouse.vocabulary import RequestId, TenantId
 from services.gateway.adapters import redis_names
-from services.gateway.domain.limits import CONCURRENCY_RETRY_MS, LEASE_MS, LimitName
+from services.gateway.domain.limits import CONCURRENCY_RETRY_MS, LEASE_MS, LimitName, ScopedLimits
 from services.gateway.ports import Admitted, Caller
 
 log = structlog.get_logger(__name__)
@@ -50,27 +50,36 @@ class RedisAdmission:
         self._withdrawals: set[asyncio.Task[None]] = set()
 
     async def admit(
-        self, caller: Caller, request_id: RequestId, limits: Limits, *, input_tokens: int, reserve_tokens: int
+        self,
+        caller: Caller,
+        request_id: RequestId,
+        limits: Limits,
+        *,
+        input_tokens: int,
+        reserve_tokens: int,
+        also: Sequence[ScopedLimits] = (),
     ) -> Admitted:
         """See `Admission.admit`. A cancelled call leaves nothing counted once the withdrawal has run."""
         assert 0 <= input_tokens <= reserve_tokens, "the reservation includes the prompt"
         tenant_id = caller.tenant_id
+        scopes = (_own(limits), *also)
         keys = [
             redis_names.alive_keys(tenant_id),
-            redis_names.meters(tenant_id),
-            redis_names.concurrency_leases(tenant_id),
             redis_names.ticket(tenant_id, request_id),
             redis_names.budget_spent(tenant_id),
         ]
-        rates = [_or_none(limits.requests_per_minute), _or_none(limits.tokens_per_minute)]
-        asked = [*rates, _or_none(limits.concurrent_requests), reserve_tokens]
-        times = [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now()]
+        asked: list[str | int] = [caller.key_hash, caller.expires_ms, request_id, reserve_tokens]
+        asked += [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now()]
+        for one in scopes:
+            keys += [redis_names.meters(tenant_id, one.scope), redis_names.concurrency_leases(tenant_id, one.scope)]
+            asked += [one.scope, _or_none(one.requests_per_minute), _or_none(one.tokens_per_minute)]
+            asked.append(_or_none(one.concurrent_requests))
         try:
-            answer = await _admit(self._redis, keys, [caller.key_hash, request_id, *asked, *times])
+            answer = await _admit(self._redis, keys, asked)
         except (asyncio.CancelledError, Unavailable):
             self._withdraw_soon(tenant_id, request_id)
             raise
-        return _admitted(answer, tenant_id, request_id, limits, reserve_tokens)
+        return _admitted(answer, tenant_id, request_id, scopes, reserve_tokens)
 
     async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
         """See `Admission.settle`."""
@@ -128,24 +137,34 @@ def _or_none(limit: int | None) -> int:
     return -1 if limit is None else limit
 
 
+def _own(limits: Limits) -> ScopedLimits:
+    return ScopedLimits("", limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests)
+
+
 def _admitted(
-    answer: list[Any], tenant_id: TenantId, request_id: RequestId, limits: Limits, reserve_tokens: int
+    answer: list[Any],
+    tenant_id: TenantId,
+    request_id: RequestId,
+    scopes: Sequence[ScopedLimits],
+    reserve_tokens: int,
 ) -> Admitted:
     if answer[0] != b"taken":
-        raise _refusal(answer, limits)
-    _, left_requests, left_tokens, reset_requests_ms, reset_tokens_ms = answer
+        raise _refusal(answer, scopes)
+    _, requests_limit, left_requests, reset_requests_ms, tokens_limit, left_tokens, reset_tokens_ms = answer
     return Admitted(
         ticket=request_id,
         tenant_id=tenant_id,
         reserved_tokens=reserve_tokens,
-        remaining_requests=None if left_requests < 0 else left_requests,
-        remaining_tokens=None if left_tokens < 0 else left_tokens,
+        remaining_requests=None if requests_limit < 0 else left_requests,
+        remaining_tokens=None if tokens_limit < 0 else left_tokens,
         reset_requests_ms=reset_requests_ms,
         reset_tokens_ms=reset_tokens_ms,
+        requests_limit=None if requests_limit < 0 else requests_limit,
+        tokens_limit=None if tokens_limit < 0 else tokens_limit,
     )
 
 
-def _refusal(answer: list[Any], limits: Limits) -> RoundhouseError:
+def _refusal(answer: list[Any], scopes: Sequence[ScopedLimits]) -> RoundhouseError:
     match answer[0]:
         case b"key":
             return Unauthenticated("the API key is not valid")
@@ -154,13 +173,17 @@ def _refusal(answer: list[Any], limits: Limits) -> RoundhouseError:
         case b"ended":
             return Conflict("this request id was used before")
         case b"refused":
-            return limit_exceeded(LimitName(answer[1].decode()), answer[2], limits)
+            return limit_exceeded(LimitName(answer[1].decode()), answer[2], scopes[answer[3]])
     raise AssertionError(f"admission.lua answered {answer[0]!r}")
 
 
-def limit_exceeded(limit: LimitName, wait_ms: int, limits: Limits) -> LimitExceeded:
+def limit_exceeded(limit: LimitName, wait_ms: int, limits: ScopedLimits) -> LimitExceeded:
     """The refusal as callers see it; `wait_ms` below 0 means that waiting does not help."""
+    whose = _WHOSE[limits.scope[:2]]
     value = getattr(limits, limit.value)
     if wait_ms < 0:
-        return LimitExceeded(f"this request alone is more than the limit of {value} {_LIMIT_TEXT[limit]}")
-    return LimitExceeded(f"the limit of {value} {_LIMIT_TEXT[limit]} is reached", retry_after_ms=wait_ms)
+        return LimitExceeded(f"this request alone is more than the limit of {value} {_LIMIT_TEXT[limit]}{whose}")
+    return LimitExceeded(f"the limit of {value} {_LIMIT_TEXT[limit]}{whose} is reached", retry_after_ms=wait_ms)
+
+
+_WHOSE = {"": "", "k:": " of this key", "m:": " of this model"}

@@ -1,6 +1,6 @@
 """Resolves key texts against the key index in Redis, with a small memory of what it found.
 
-The index entry of a key never changes, so it may be remembered; whether the key is still alive is asked where it
+The index entry of a key hardly changes, so it may be remembered; whether the key is still alive is asked where it
 counts: by admission.lua, or here with `fresh`. What is remembered is also read again every second, so that a
 revoked key is forgotten even by code that asks neither (case B06). Texts are hashed at once and never kept or logged
 (invariant 16).
@@ -15,6 +15,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from roundhouse.catalogue.records import Limits
 from roundhouse.clock import Clock
 from roundhouse.errors import Unauthenticated, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
@@ -34,6 +35,7 @@ class IndexEntry(msgspec.Struct, frozen=True):
     key_id: KeyId
     scopes: tuple[str, ...]
     expires_ms: int  # 0 = never
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class RedisKeyDirectory:
         if fresh and not await self._is_alive(entry.tenant, key_hash):
             self._remember(key_hash, None, UNKNOWN_MS)
             raise _not_valid()
-        return Caller(entry.tenant, entry.key_id, frozenset(entry.scopes), key_hash)
+        return Caller(entry.tenant, entry.key_id, frozenset(entry.scopes), key_hash, entry.limits)
 
     async def _entry(self, key_hash: str) -> IndexEntry | None:
         remembered = self._memory.get(key_hash)
@@ -79,7 +81,8 @@ class RedisKeyDirectory:
         return entry
 
     async def _is_alive(self, tenant_id: TenantId, key_hash: str) -> bool:
-        return await self._read(self._redis.hget(redis_names.alive_keys(tenant_id), key_hash)) is not None
+        expires = await self._read(self._redis.hget(redis_names.alive_keys(tenant_id), key_hash))
+        return expires is not None and not keys.has_expired(int(expires), self._clock.now_ms())
 
     async def _read(self, call: Any) -> bytes | None:
         try:

@@ -159,7 +159,7 @@ class _InferAnswer:
             headers = [
                 (b"content-type", b"application/json" if json_length is None else b"application/octet-stream"),
                 (b"content-length", str(len(data)).encode()),
-                *rate_limit_headers(run.admitted, self._work.tenant.limits),
+                *rate_limit_headers(run.admitted),
                 *timing_headers(run),
             ]
             if json_length is not None:

@@ -116,7 +116,7 @@ async def _write(context: Any, message: wire.GenerateResponse) -> None:
 
 
 def _head(run: Run) -> tuple[tuple[str, str], ...]:
-    limits = rate_limit_headers(run.admitted, run.work.tenant.limits)
+    limits = rate_limit_headers(run.admitted)
     return (
         (REQUEST_ID_HEADER, run.work.request_id),
         *((name.decode(), value.decode()) for name, value in limits),

@@ -81,7 +81,7 @@ class GenerationAnswer:
         async with run_request(self._parts, self._work) as run:
             async for piece in run.events():
                 if not sender.started:
-                    limits = rate_limit_headers(run.admitted, self._work.tenant.limits)
+                    limits = rate_limit_headers(run.admitted)
                     await sender.start(200, _EVENT_STREAM + limits)
                 if isinstance(piece, Waiting):
                     await sender.body(comment(_waiting_text(piece)))
@@ -151,7 +151,7 @@ class EmbeddingAnswer:
 async def send_json(sender: Sender, run: Run, body: bytes) -> None:
     """Send a whole answer with the limits and times of its run."""
     length = (b"content-length", str(len(body)).encode())
-    limits = rate_limit_headers(run.admitted, run.work.tenant.limits)
+    limits = rate_limit_headers(run.admitted)
     await sender.start(200, [_JSON, length, *limits, *timing_headers(run)])
     await sender.body(body, more=False)
 

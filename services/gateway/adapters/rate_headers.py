@@ -3,17 +3,16 @@
 Source: OpenAI, "Rate limits", headers; a reset is written `6m0s`, `1.5s`, `12ms`.
 """
 
-from roundhouse.catalogue.records import Limits
 from services.gateway.operations.run import Run
 from services.gateway.ports import Admitted
 
 
-def rate_limit_headers(admitted: Admitted, limits: Limits) -> list[tuple[bytes, bytes]]:
-    """What is left of the minute; nothing for a tenant without that limit."""
+def rate_limit_headers(admitted: Admitted) -> list[tuple[bytes, bytes]]:
+    """What is left of the minute in the scope with least left; nothing where there is no such limit."""
     headers: list[tuple[str, str]] = []
     for what, limit, remaining, reset_ms in (
-        ("requests", limits.requests_per_minute, admitted.remaining_requests, admitted.reset_requests_ms),
-        ("tokens", limits.tokens_per_minute, admitted.remaining_tokens, admitted.reset_tokens_ms),
+        ("requests", admitted.requests_limit, admitted.remaining_requests, admitted.reset_requests_ms),
+        ("tokens", admitted.tokens_limit, admitted.remaining_tokens, admitted.reset_tokens_ms),
     ):
         if limit is None or remaining is None:
             continue

@@ -26,14 +26,14 @@ def key_records(tenant_id: TenantId) -> str:
     return f"rh:{{t:{tenant_id}}}:key_records"
 
 
-def meters(tenant_id: TenantId) -> str:
-    """Hash: points of requests and tokens a minute, and when they were counted."""
-    return f"rh:{{t:{tenant_id}}}:meters"
+def meters(tenant_id: TenantId, scope: str = "") -> str:
+    """Hash: points of requests and tokens a minute, and when they were counted. `scope`: `limits.ScopedLimits`."""
+    return f"rh:{{t:{tenant_id}}}:meters{':' + scope if scope else ''}"
 
 
-def concurrency_leases(tenant_id: TenantId) -> str:
+def concurrency_leases(tenant_id: TenantId, scope: str = "") -> str:
     """Sorted set: request id by when its lease runs out, ms."""
-    return f"rh:{{t:{tenant_id}}}:leases"
+    return f"rh:{{t:{tenant_id}}}:leases{':' + scope if scope else ''}"
 
 
 def ticket(tenant_id: TenantId, request_id: RequestId) -> str:

@@ -1,6 +1,7 @@
--- Ends an admission: charges what was used instead of what was reserved and gives the concurrency lease back.
+-- Ends an admission: charges what was used instead of what was reserved and gives the concurrency leases back.
 -- The pure twin is services/gateway/domain/limits.py (settle, withdraw). A second call changes nothing.
--- KEYS: 1 meters  2 leases  3 ticket of this request
+-- KEYS: 1 meters  2 leases (both the tenant's)  3 ticket of this request. The ticket names the other scopes, whose keys
+--       are these with ":scope" behind and so in the same slot.
 -- ARGV: 1 request id  2 tokens used  3 "1" = withdraw: the request itself is given back too, and an admission that is
 --       still on its way will find itself ended  4 ms to remember that it ended  5 now ms ("" = the store's clock)
 -- Returns 1 if this call ended it, else 0.
@@ -24,36 +25,40 @@ if not ticket then
   return 0
 end
 
-local part = {}
-for text in string.gmatch(ticket, '%S+') do part[#part + 1] = tonumber(text) end
-local reserve, at, token_before, token_rate, request_before, request_rate =
-  part[1], part[2], part[3], part[4], part[5], part[6]
-local elapsed = math.max(0, now - at)
+local reserved_text, at_text = string.match(ticket, '^(%S+) (%S+)')
+local used, reserved = tonumber(ARGV[2]) * POINTS, tonumber(reserved_text) * POINTS
+local elapsed = math.max(0, now - tonumber(at_text))
 
-local function change(name, rate, points_more)
-  local stored = redis.call('HMGET', KEYS[1], name, name .. '_at')
+local function change(meters, name, rate, points_more)
+  local stored = redis.call('HMGET', meters, name, name .. '_at')
   local points, since = tonumber(stored[1]) or 0, tonumber(stored[2]) or 0
   points = math.max(0, points - rate * math.max(0, now - since))
   points = math.max(0, points + points_more)
-  redis.call('HSET', KEYS[1], name, whole(points), name .. '_at', whole(math.max(since, now)))
+  redis.call('HSET', meters, name, whole(points), name .. '_at', whole(math.max(since, now)))
   local keep_ms = (rate > 0 and math.ceil(points / rate) or 0) + 60000
-  redis.call('PEXPIRE', KEYS[1], math.max(keep_ms, redis.call('PTTL', KEYS[1])))
+  redis.call('PEXPIRE', meters, math.max(keep_ms, redis.call('PTTL', meters)))
 end
 
 local function give_back(before, cost, kept, rate)
   return math.max(0, before + cost - math.max(rate * elapsed, before + kept))
 end
 
-if token_rate >= 0 then
-  local used, reserved = tonumber(ARGV[2]) * POINTS, reserve * POINTS
-  if used >= reserved then
-    change('tokens', token_rate, used - reserved)
-  else
-    change('tokens', token_rate, -give_back(token_before, reserved, used, token_rate))
+for scope, token_before, token_rate, request_before, request_rate in
+    string.gmatch(ticket, '\n(%S+) (%S+) (%S+) (%S+) (%S+)') do
+  local suffix = scope == '-' and '' or ':' .. scope
+  local meters = KEYS[1] .. suffix
+  token_rate, request_rate = tonumber(token_rate), tonumber(request_rate)
+  if suffix ~= '' then redis.call('ZREM', KEYS[2] .. suffix, ARGV[1]) end
+  if token_rate >= 0 then
+    if used >= reserved then
+      change(meters, 'tokens', token_rate, used - reserved)
+    else
+      change(meters, 'tokens', token_rate, -give_back(tonumber(token_before), reserved, used, token_rate))
+    end
   end
-end
-if ARGV[3] == '1' and request_rate >= 0 then
-  change('requests', request_rate, -give_back(request_before, POINTS, 0, request_rate))
+  if ARGV[3] == '1' and request_rate >= 0 then
+    change(meters, 'requests', request_rate, -give_back(tonumber(request_before), POINTS, 0, request_rate))
+  end
 end
 redis.call('SET', KEYS[3], 'ended', 'PX', ARGV[4])
 return 1

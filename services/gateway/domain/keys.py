@@ -7,9 +7,10 @@ right here: the text has 256 bits of chance, so there is nothing to guess. Decis
 import re
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
+from roundhouse.catalogue.records import Limits
 from roundhouse.vocabulary import KeyId, TenantId
 
 INFERENCE = "inference"
@@ -29,7 +30,9 @@ _WELL_FORMED = re.compile(r"rh-[A-Za-z0-9_-]{22,128}")  # 22 characters hold 128
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """One key as operators see it. `expires_ms` and `revoked_ms` are Unix times; 0 = never."""
+    """One key as operators see it. `expires_ms` and `revoked_ms` are Unix times; 0 = never.
+
+    `limits` are the key's own, beside its tenant's. `replaces` is the key that this one was made to follow."""
 
     key_id: KeyId
     tenant_id: TenantId
@@ -39,6 +42,8 @@ class KeyRecord:
     created_ms: int
     expires_ms: int
     revoked_ms: int = 0
+    limits: Limits | None = None
+    replaces: KeyId | None = None
 
     def state(self, now_ms: int) -> str:
         """`active`, `expired` or `revoked`."""
@@ -66,6 +71,12 @@ def key_hash(text: str) -> str:
 def well_formed(text: str) -> bool:
     """Whether the text could be a key. Not secret: the format is public."""
     return _WELL_FORMED.fullmatch(text) is not None
+
+
+def ends_at(record: KeyRecord, at_ms: int) -> KeyRecord:
+    """The key with this end, or with its own if that is earlier: rotating a key never makes it live longer."""
+    sooner = at_ms if record.expires_ms == 0 else min(record.expires_ms, at_ms)
+    return replace(record, expires_ms=sooner)
 
 
 def has_expired(expires_ms: int, now_ms: int) -> bool:

@@ -20,6 +20,14 @@ class KeyRegistry(Protocol):
         """End a key at once, everywhere (case B06). Idempotent. Raises NotFound, Unavailable."""
         ...
 
+    async def end_at(self, key_id: KeyId, at_ms: int) -> KeyRecord:
+        """Let a key end then, everywhere, if it does not end sooner. Idempotent. Raises NotFound, Unavailable."""
+        ...
+
+    async def find(self, key_id: KeyId) -> KeyRecord:
+        """The record of one key. Raises NotFound, Unavailable."""
+        ...
+
     async def of_tenant(self, tenant_id: TenantId) -> list[KeyRecord]:
         """Every key of a tenant, ended ones too, oldest first. Raises Unavailable."""
         ...

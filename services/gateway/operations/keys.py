@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.shape import COUNT_MAX
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.clock import Clock
 from roundhouse.errors import InvalidInput, NotFound
@@ -12,6 +14,7 @@ from services.gateway.domain.keys import KeyRecord
 from services.gateway.operations.admin_ports import AuditTrail, KeyRegistry
 
 LABEL_MAX = 100
+OVERLAP_MAX_S = 90 * 24 * 3600  # a guess: longer is not a rotation
 LIFETIME_MAX_S = 10 * 365 * 24 * 3600  # ten years: longer is "never", and should be said so
 
 
@@ -23,6 +26,7 @@ class KeyWish:
     scopes: tuple[str, ...] = (keys.INFERENCE,)
     expires_in_s: int | None = None
     label: str = ""
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,14 @@ class NewKey:
 
     record: KeyRecord
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A key and its successor: the old one works until `old.expires_ms`."""
+
+    new: NewKey
+    old: KeyRecord
 
 
 class KeyOperations:
@@ -53,6 +65,34 @@ class KeyOperations:
     async def create(self, wish: KeyWish, *, actor: KeyId) -> NewKey:
         """Make a key that works at once everywhere. Not idempotent. Raises InvalidInput, NotFound, Unavailable."""
         tenant_id = self._owner(wish)
+        made = self._made(tenant_id, wish, replaces=None)
+        await self._registry.add(made.record)
+        details = {"key_id": made.record.key_id, "scopes": " ".join(sorted(made.record.scopes))}
+        await self._audit.record("key.create", actor=actor, subject=tenant_id, details=details)
+        return made
+
+    async def rotate(self, key_id: KeyId, *, overlap_s: int, actor: KeyId) -> Rotation:
+        """Make a successor with the same owner, scopes, label, limits and lifetime; the old key ends after `overlap_s`.
+
+        Not idempotent. Cancelled or failed midway, both keys work and the old one as long as before. Raises NotFound,
+        InvalidInput (bootstrap key, an ended key, a wrong overlap), Unavailable."""
+        if key_id == keys.BOOTSTRAP_KEY_ID:
+            raise InvalidInput("the bootstrap key is a setting: make an admin key instead")
+        if not 0 <= overlap_s <= OVERLAP_MAX_S:
+            raise InvalidInput(f"must be 0 to {OVERLAP_MAX_S}", param="overlap_s")
+        old, now_ms = await self._registry.find(key_id), self._clock.now_ms()
+        if old.state(now_ms) != "active":
+            raise InvalidInput(f"the key is {old.state(now_ms)}: make a new one")
+        lifetime_s = (old.expires_ms - old.created_ms) // 1000 if old.expires_ms else None
+        wish = KeyWish(scopes=tuple(sorted(old.scopes)), expires_in_s=lifetime_s, label=old.label, limits=old.limits)
+        made = self._made(old.tenant_id, wish, replaces=key_id)
+        await self._registry.add(made.record)
+        ending = await self._registry.end_at(key_id, now_ms + overlap_s * 1000)
+        details = {"key_id": key_id, "successor": made.record.key_id, "overlap_s": str(overlap_s)}
+        await self._audit.record("key.rotate", actor=actor, subject=old.tenant_id, details=details)
+        return Rotation(made, ending)
+
+    def _made(self, tenant_id: TenantId, wish: KeyWish, *, replaces: KeyId | None) -> NewKey:
         now_ms = self._clock.now_ms()
         text = keys.key_text(self._chance(keys.SECRET_BYTES))
         record = KeyRecord(
@@ -63,10 +103,9 @@ class KeyOperations:
             label=wish.label,
             created_ms=now_ms,
             expires_ms=0 if wish.expires_in_s is None else now_ms + wish.expires_in_s * 1000,
+            limits=wish.limits,
+            replaces=replaces,
         )
-        await self._registry.add(record)
-        details = {"key_id": record.key_id, "scopes": " ".join(sorted(record.scopes))}
-        await self._audit.record("key.create", actor=actor, subject=tenant_id, details=details)
         return NewKey(record, text)
 
     async def revoke(self, key_id: KeyId, *, actor: KeyId) -> KeyRecord:
@@ -109,5 +148,14 @@ def _check(wish: KeyWish) -> None:
         raise InvalidInput("an admin key has no other scope and belongs to no tenant", param="scopes")
     if wish.expires_in_s is not None and not 1 <= wish.expires_in_s <= LIFETIME_MAX_S:
         raise InvalidInput(f"must be 1 to {LIFETIME_MAX_S}, or left out for a key without end", param="expires_in_s")
+    if wish.limits is not None:
+        _check_limits(wish.limits)
     if len(wish.label) > LABEL_MAX or not wish.label.isprintable():
         raise InvalidInput(f"must be at most {LABEL_MAX} printable characters", param="label")
+
+
+def _check_limits(limits: Limits) -> None:
+    for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
+        value = getattr(limits, name)
+        if value is not None and not 0 <= value <= COUNT_MAX:
+            raise InvalidInput(f"must be 0 to {COUNT_MAX}", param=f"limits.{name}")

@@ -22,6 +22,7 @@ from services.gateway.domain.outcomes import outcome_of
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.attempts import Attempts
 from services.gateway.operations.run import Run
+from services.gateway.operations.scoped_limits import scoped_limits
 from services.gateway.operations.settlements import Settlements
 from services.gateway.operations.shielding import finished_anyway
 from services.gateway.ports import (
@@ -69,6 +70,7 @@ async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
         work.tenant.limits,
         input_tokens=work.input_tokens,
         reserve_tokens=work.input_tokens + work.max_output_tokens,
+        also=scoped_limits(work),
     )
     run = Run(parts, work, admitted)
     parts.observer.started(work.operation, work.model.name)

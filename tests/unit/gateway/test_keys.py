@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from roundhouse.audit_trail import BusAuditTrail
-from roundhouse.catalogue.records import Catalogue, Tenant
-from roundhouse.errors import InvalidInput, NotFound, Unavailable
+from roundhouse.catalogue.records import Catalogue, Limits, Tenant
+from roundhouse.errors import InvalidInput, NotFound, Unauthenticated, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
 from services.gateway.domain import keys
 from services.gateway.domain.keys import ADMIN, INFERENCE, OPERATORS, USAGE_READ
-from services.gateway.operations.keys import LIFETIME_MAX_S, KeyOperations, KeyWish
+from services.gateway.operations.keys import LIFETIME_MAX_S, OVERLAP_MAX_S, KeyOperations, KeyWish
 from tests.fakes.admission import InMemoryKeys
 from tests.fakes.catalogue import FixedCatalogue
 from tests.fakes.clock import ManualClock
@@ -135,3 +135,58 @@ async def test_what_cannot_be_revoked_is_told() -> None:
     call: Any = desk.operations.revoke(KeyId("key-none"), actor=ROOT)
     with pytest.raises(Unavailable):
         await call
+
+
+async def test_a_rotated_key_and_its_successor_work_side_by_side_for_the_overlap() -> None:
+    """The successor has scopes, label, limits and lifetime; the old one ends after 60 s."""
+    desk = Desk()
+    own = Limits(requests_per_minute=5)
+    old = await desk.operations.create(KeyWish("acme", (INFERENCE,), 3_600, "ci", own), actor=ROOT)
+    desk.clock.advance(1_000)
+    rotation = await desk.operations.rotate(old.record.key_id, overlap_s=60, actor=ROOT)
+    made = rotation.new.record
+    assert (made.tenant_id, made.scopes, made.label, made.limits) == (ACME, {INFERENCE}, "ci", own)
+    assert made.replaces == old.record.key_id
+    assert made.expires_ms - made.created_ms == 3_600_000
+    desk.clock.advance(59_999)
+    for text in (old.text, rotation.new.text):
+        assert (await desk.registry.identify(text)).tenant_id == ACME
+    desk.clock.advance(1)
+    with pytest.raises(Unauthenticated):
+        await desk.registry.identify(old.text)
+    assert (await desk.registry.identify(rotation.new.text)).key_id == made.key_id
+
+
+async def test_rotating_never_lets_a_key_live_longer() -> None:
+    """A key with 10 s left and an overlap of a day ends in 10 s."""
+    desk = Desk()
+    old = await desk.operations.create(KeyWish("acme", (INFERENCE,), 10), actor=ROOT)
+    rotation = await desk.operations.rotate(old.record.key_id, overlap_s=86_400, actor=ROOT)
+    assert rotation.old.expires_ms == old.record.expires_ms
+
+
+async def test_what_has_ended_is_not_rotated() -> None:
+    """Revoked, expired, the bootstrap key, an endless overlap, and what there is not."""
+    desk = Desk()
+    gone = await desk.operations.create(KeyWish("acme", (INFERENCE,)), actor=ROOT)
+    await desk.operations.revoke(gone.record.key_id, actor=ROOT)
+    short = await desk.operations.create(KeyWish("acme", (INFERENCE,), 1), actor=ROOT)
+    desk.clock.advance(1_000)
+    for key_id in (gone.record.key_id, short.record.key_id, ROOT):
+        with pytest.raises(InvalidInput):
+            await desk.operations.rotate(key_id, overlap_s=60, actor=ROOT)
+    good = await desk.operations.create(KeyWish("acme", (INFERENCE,)), actor=ROOT)
+    for overlap_s in (-1, OVERLAP_MAX_S + 1):
+        with pytest.raises(InvalidInput):
+            await desk.operations.rotate(good.record.key_id, overlap_s=overlap_s, actor=ROOT)
+    with pytest.raises(NotFound):
+        await desk.operations.rotate(KeyId("key-none"), overlap_s=60, actor=ROOT)
+
+
+async def test_a_wrong_limit_of_a_key_is_refused() -> None:
+    """Limits keep the arithmetic exact: 0 to a thousand million."""
+    desk = Desk()
+    for value in (-1, 10**9 + 1):
+        with pytest.raises(InvalidInput) as refused:
+            await desk.operations.create(KeyWish("acme", limits=Limits(tokens_per_minute=value)), actor=ROOT)
+        assert refused.value.param == "limits.tokens_per_minute"
