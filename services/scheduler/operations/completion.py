@@ -4,17 +4,30 @@ All idempotent: a message may come twice, late, or to another replica than the o
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from roundhouse.clock import Clock
 from roundhouse.vocabulary import NodeId, Outcome, PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
-from services.scheduler.domain.records import Ending, Progress, Settled, Tokens, attempt_id
+from services.scheduler.domain.records import (
+    AttemptId,
+    Ending,
+    Finish,
+    Progress,
+    Settled,
+    Tokens,
+    VersionKey,
+    attempt_id,
+)
+from services.scheduler.operations import deliveries
 from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.pools import DEFAULT_POOL
 from services.scheduler.ports import Instruments, SchedulingStore
+
+SETTLED_MAX = 10_000  # endings remembered: five seconds of repeats at 2,000 a second
 
 
 class Completion:
@@ -35,25 +48,39 @@ class Completion:
         self._dispatcher = dispatcher
         self._clock = clock
         self._instruments = instruments
+        self._settled: dict[AttemptId, None] = {}  # heartbeats repeat endings for seconds: these need no script
 
     async def finished(self, reports: Iterable[wire.Finished]) -> None:
         """Settle attempts and free their slots. Raises Unavailable; the next heartbeats repeat the reports."""
         by_pool: dict[PoolName, list[wire.Finished]] = defaultdict(list)
         for report in reports:
-            by_pool[_pool(report.pool)].append(report)
+            if attempt_id(report.request_id, report.attempt) not in self._settled:
+                by_pool[_pool(report.pool)].append(report)
         for pool, ended in by_pool.items():
-            endings = [_ending(report) for report in ended]
-            answers = await self._store.finish(pool, endings, self._clock.now_ms())
-            settled = [
-                (report, answer) for report, answer in zip(ended, answers, strict=True) if isinstance(answer, Settled)
-            ]
-            for report, answer in settled:
-                if report.instance_broken:  # close it before its free slot is offered
-                    await self._broken.report(pool, NodeId(report.node_id), answer.version, report.run_ms)
-            for report, answer in settled:
+            broken = [report for report in ended if report.instance_broken]
+            whole = [report for report in ended if not report.instance_broken]
+            if broken:
+                await self._broken_ones(pool, broken)
+            if whole:
+                self._note(pool, whole, await self._dispatcher.finish(pool, [_ending_of(report) for report in whole]))
+
+    async def _broken_ones(self, pool: PoolName, reports: list[wire.Finished]) -> None:
+        endings = [_ending(report) for report in reports]
+        answers = await self._store.finish(pool, endings, self._clock.now_ms())
+        for report, answer in zip(reports, answers, strict=True):
+            if isinstance(answer, Settled):  # close it before its free slot is offered
+                await self._broken.report(pool, NodeId(report.node_id), answer.version, report.run_ms)
+                self._dispatcher.wake(pool, answer.version)
+        self._note(pool, reports, answers)
+
+    def _note(self, pool: PoolName, reports: list[wire.Finished], answers: Sequence[Finish]) -> None:
+        for report, answer in zip(reports, answers, strict=True):
+            self._settled[attempt_id(report.request_id, report.attempt)] = None
+            if isinstance(answer, Settled):
                 self._instruments.ended(pool, Outcome.from_wire(report.outcome))
                 self._foresight.ended(pool, answer.version, report.run_ms)
-                self._dispatcher.wake(pool, answer.version)
+        for attempt in list(islice(self._settled, max(0, len(self._settled) - SETTLED_MAX))):
+            del self._settled[attempt]
 
     async def cancelled(self, cancel: wire.Cancel) -> None:
         """Take a request out of its queue; one that runs ends by its own report. Raises Unavailable."""
@@ -82,3 +109,8 @@ def _ending(report: wire.Finished) -> Ending:
         Tokens(report.input_tokens, report.cached_tokens, report.output_tokens),
         report.run_ms,
     )
+
+
+def _ending_of(report: wire.Finished) -> tuple[Ending, VersionKey | None]:
+    ending = _ending(report)
+    return ending, deliveries.version_of_lease(report.lease_id, ending.attempt)

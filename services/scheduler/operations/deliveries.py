@@ -6,7 +6,7 @@ from roundhouse.catalogue.records import Catalogue
 from roundhouse.vocabulary import AdapterName, Outcome
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from roundhouse.wire.v1 import usage_pb2
-from services.scheduler.domain.records import RefusalReason, Standing, Ticket, Tokens
+from services.scheduler.domain.records import AttemptId, RefusalReason, Standing, Ticket, Tokens, VersionKey
 from services.scheduler.operations import places
 
 EMITTER = "scheduler"
@@ -47,7 +47,7 @@ def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) ->
     return wire.Grant(
         request_id=request.request_id,
         attempt=request.attempt,
-        lease_id=ticket.attempt,
+        lease_id=lease_id(ticket.attempt, ticket.version),
         lease_expires_unix_ms=ticket.lease_expires_ms,
         placements=[places.placement(ticket)],
         queue_ms=waits.queue_ms,
@@ -55,6 +55,17 @@ def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) ->
         load_ms=waits.load_ms,
         adapter_path=adapter.source_path if adapter else "",
     )
+
+
+def lease_id(attempt: AttemptId, version: VersionKey) -> str:
+    """The name of a lease. Gateways say it back at the end, so any replica knows whose slot is free."""
+    return f"{attempt}:{version}"
+
+
+def version_of_lease(text: str, attempt: AttemptId) -> VersionKey | None:
+    """The version inside a lease's name; None if it is none of ours."""
+    version = text.removeprefix(f"{attempt}:")
+    return VersionKey(version) if version and version != text else None
 
 
 def usage_event(ticket: Ticket, cluster: str) -> usage_pb2.UsageEvent:

@@ -1,20 +1,31 @@
 """Hand free slots to waiting requests, and bring each grant or refusal to its gateway.
 
-Every event that can free or need a slot calls `wake`; one loop turns wakes into `take` calls, so under load many events
-share one script. A message that is not acknowledged stays in the store's outbox, and whichever replica finds it due
-sends it again (`redeliver`): a crash between `take` and the gateway loses nothing (invariant 1).
+Every event that can free or need a slot is gathered; one loop makes a turn of what has been gathered, so under load
+many events share one script. A message that is not acknowledged stays in the store's outbox, and whichever replica
+finds it due sends it again (`redeliver`): a crash between a turn and the gateway loses nothing (invariant 1).
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import structlog
 
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import GatewayId, Outcome, PoolName
-from services.scheduler.domain.records import AttemptId, Ending, Standing, Ticket, VersionKey
+from services.scheduler.domain.records import (
+    AttemptId,
+    Ending,
+    Enqueued,
+    Finish,
+    QueueEntry,
+    Room,
+    Standing,
+    Ticket,
+    VersionKey,
+)
 from services.scheduler.operations import deliveries
+from services.scheduler.operations.gathered import Gathered
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import GatewayLink, Instruments, SchedulingStore, UsageOutlet
 
@@ -46,7 +57,7 @@ class Dispatcher:
         self._clock = clock
         self._instruments = instruments
         self._cluster = cluster
-        self._dirty: dict[PoolName, set[VersionKey] | None] = {}
+        self._gathered: dict[PoolName, Gathered] = {}
         self._woken = asyncio.Event()
         self._acknowledged: dict[PoolName, list[AttemptId]] = {}
         self._deliveries: set[asyncio.Task[None]] = set()
@@ -57,47 +68,80 @@ class Dispatcher:
 
     def wake(self, pool: PoolName, version: VersionKey | None = ALL) -> None:
         """A slot or a request of a version (None = of any) may have appeared."""
-        dirty = self._dirty.get(pool, set())
-        if version is None or dirty is None:
-            self._dirty[pool] = None
-        else:
-            dirty.add(version)
-            self._dirty[pool] = dirty
+        self._gathered.setdefault(pool, Gathered()).note(version)
         self._woken.set()
 
+    async def enqueue(self, pool: PoolName, entry: QueueEntry, room: Room) -> Enqueued:
+        """Queue a request with the next turn, which grants it if a slot is free. Raises Unavailable.
+
+        Cancelled: it may be queued or not; a `cancel` of the attempt makes sure."""
+        answer: asyncio.Future[Enqueued] = asyncio.get_running_loop().create_future()
+        self.wake(pool, entry.version)
+        self._gathered[pool].entries.append((entry, room, answer))
+        return await answer
+
+    async def finish(self, pool: PoolName, endings: Sequence[tuple[Ending, VersionKey | None]]) -> tuple[Finish, ...]:
+        """Settle attempts with the next turn, which gives their slots away. Raises Unavailable.
+
+        A version that the caller knows saves a turn; None = the store will say."""
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[Finish]] = [loop.create_future() for _ in endings]
+        gathered = self._gathered.setdefault(pool, Gathered())
+        for (ending, version), answer in zip(endings, answers, strict=True):
+            gathered.endings.append((ending, answer))
+            if version is not None:
+                gathered.note(version)
+        self._woken.set()
+        return tuple(await asyncio.gather(*answers))
+
     async def run(self) -> None:
-        """Grant until cancelled; deliveries in flight are cancelled with it and made by another replica."""
+        """Turn after turn until cancelled; deliveries in flight are cancelled with it and made by another replica."""
         try:
             while True:
                 await self._woken.wait()
                 self._woken.clear()
-                await self._turn()
+                while self._gathered:
+                    await self._turn(*self._gathered.popitem())
         finally:
+            for gathered in self._gathered.values():
+                gathered.fail(Unavailable("this replica stops"))
             await self._drop_deliveries()
 
-    async def _turn(self) -> None:
-        while self._dirty:
-            pool, versions = self._dirty.popitem()
-            try:
-                await self._grant(pool, versions)
-            except Unavailable as error:
-                log.warning("take_failed", pool=pool, error=error.message)
-                self.wake(pool)
-                await self._clock.sleep_ms(RETRY_MS)
+    async def _turn(self, pool: PoolName, gathered: Gathered) -> None:
+        rest = gathered.rest()
+        if rest is not None:
+            self._gathered[pool] = rest
+        try:
+            await self._take_turn(pool, gathered)
+        except Unavailable as error:
+            log.warning("turn_failed", pool=pool, error=error.message)
+            gathered.fail(error)
+            self._wake_all(pool, gathered.versions)
+            await self._clock.sleep_ms(RETRY_MS)
+        except BaseException:
+            gathered.fail(Unavailable("this replica stops"))
+            raise
 
-    async def _grant(self, pool: PoolName, versions: set[VersionKey] | None) -> None:
-        offers = self._pools.offers(pool, versions)
+    async def _take_turn(self, pool: PoolName, gathered: Gathered) -> None:
+        versions = gathered.versions
+        offers = self._pools.offers(pool, versions) if versions is None or versions else []
         if versions is None or not versions <= {offer.version for offer in offers}:
             self.on_cold()
-        if not offers:
+        turn = gathered.turn(offers, TAKE_MAX)
+        if not (turn.endings or turn.entries or turn.limit):
             return
-        taken = await self._store.take(pool, offers, TAKE_MAX, self._clock.now_ms())
-        if len(taken.granted) == TAKE_MAX:
-            self.wake(pool)
-        for ticket in taken.granted:
+        done = await self._store.turn(pool, turn, self._clock.now_ms())
+        self._wake_all(pool, gathered.answer(done))
+        if len(done.taken.granted) == TAKE_MAX:
+            self._wake_all(pool, versions)
+        for ticket in done.taken.granted:
             self._instruments.granted(pool, ticket)
             self.on_granted(pool, ticket)
-        self.deliver(pool, (*taken.granted, *taken.refused))
+        self.deliver(pool, (*done.taken.granted, *done.taken.refused))
+
+    def _wake_all(self, pool: PoolName, versions: Collection[VersionKey] | None) -> None:
+        for version in (ALL,) if versions is None else versions:
+            self.wake(pool, version)
 
     def deliver(self, pool: PoolName, tickets: Iterable[Ticket]) -> None:
         """Send each message in a task of its own; what fails is due again later."""
@@ -123,13 +167,14 @@ class Dispatcher:
         self._acknowledge(pool, ticket.attempt)
 
     async def _to_gateway(self, pool: PoolName, ticket: Ticket) -> None:
+        if ticket.standing is Standing.GRANTED and ticket.lease_expires_ms <= self._clock.now_ms():
+            return  # this process slept: the lease has been settled by another, and the request must not run now
         gateway_id = GatewayId(deliveries.request_of(ticket).gateway_id)
         message = deliveries.delivery(ticket, self._pools.catalogue.current)
         answer = await self._gateways.deliver(gateway_id, message)
         if ticket.standing is Standing.GRANTED and not answer.wanted:
             ending = Ending(ticket.attempt, Outcome.CANCELLED)  # its client left: the slot is free at once
-            await self._store.finish(pool, [ending], self._clock.now_ms())
-            self.wake(pool, ticket.version)
+            await self.finish(pool, [(ending, ticket.version)])
         else:
             self._acknowledge(pool, ticket.attempt)
 

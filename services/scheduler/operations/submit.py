@@ -85,13 +85,12 @@ class Submission:
     async def _enqueue(self, request: wire.SubmitRequest, entry: QueueEntry, room: Room) -> wire.SubmitReply:
         pool = _pool(request)
         try:
-            answer = await self._store.enqueue(pool, entry, room, self._clock.now_ms())
+            answer = await self._dispatcher.enqueue(pool, entry, room)
         except Unavailable:
             return _refused(wire.Refused.REASON_UNAVAILABLE, "the queues cannot be reached now", RETRY_SOON_MS)
         match answer:
             case Queued(position, wait_ms):
                 self._foresight.arrived(pool, entry.version)
-                self._dispatcher.wake(pool, entry.version)
                 cold = not room.slots
                 return wire.SubmitReply(accepted=wire.Accepted(position=position, estimated_wait_ms=wait_ms, cold=cold))
             case Known(Standing.ENDED):
