@@ -18,10 +18,14 @@ from roundhouse.event_bus import NatsBus, connect_bus
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_http, serve_ops
 from roundhouse.redis_edge import open_redis
+from services.metering.adapters.accounts_api import MoneyServices, accounts_router
 from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.observation import ProcessObserver
+from services.metering.adapters.signing import PeriodSigner
+from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
+from services.metering.adapters.sql_rerating import SqlRerating
 from services.metering.adapters.usage_api import usage_api
 from services.metering.adapters.usage_stream import JetStreamUsage
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
@@ -61,9 +65,6 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             )
             ledger = await SqlLedger.open(settings.ledger_url)
             stack.push_async_callback(ledger.close)
-            using.http_port = await stack.enter_async_context(
-                serve_http(usage_api(ledger), settings.bind_host, settings.http_port)
-            )
             bus = await connect_bus(settings.nats_url, name=f"metering-{settings.instance_id}")
             stack.push_async_callback(bus.close)
             prices = using.prices or await _catalogue(settings, bus, lifecycle, stack)
@@ -71,6 +72,10 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             stream = JetStreamUsage(bus)
             stack.push_async_callback(stream.close)
             pricing = PriceKeeper(prices, SqlPrices(ledger.database), using.clock)
+            money = _money(settings, ledger, pricing, using.clock)
+            using.http_port = await stack.enter_async_context(
+                serve_http(usage_api(ledger, accounts_router(money)), settings.bind_host, settings.http_port)
+            )
             recorder = Recorder(stream, ledger, pricing, using.clock, observer)
             publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
             watch = Watch(bus, stream, ledger, prices, observer)
@@ -110,6 +115,17 @@ async def _working(
                 await finished.wait()
         except TimeoutError:
             log.warning("metering_not_drained", seconds=drain_seconds)  # unacknowledged events come again
+
+
+def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, clock: Clock) -> MoneyServices:
+    signer = PeriodSigner(settings.signing_key_path())
+    return MoneyServices(
+        accounts=SqlAccounts(ledger.database, cluster=settings.cluster, sign=signer.sign),
+        prices=SqlPrices(ledger.database),
+        pricing=pricing,
+        rerating=SqlRerating(ledger.database),
+        clock=clock,
+    )
 
 
 async def _catalogue(

@@ -7,7 +7,7 @@ caller may see. Answers are JSON; money is a decimal string, times are UTC. Bad 
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
-from fastapi import FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 
 from roundhouse.errors import InvalidInput, RoundhouseError, error_shape
@@ -30,9 +30,11 @@ _FILTER: Final = frozenset({"tenant", "model", "key", "from", "to"})
 _PAGED: Final = _FILTER | {"group_by", "limit", "cursor"}
 
 
-def usage_api(ledger: Ledger) -> FastAPI:
-    """The ASGI app."""
+def usage_api(ledger: Ledger, *parts: APIRouter) -> FastAPI:
+    """The ASGI app: usage, and the other parts of the API that are given."""
     app = FastAPI(title="Roundhouse metering", version="1", docs_url=None, redoc_url=None)
+    for part in parts:
+        app.include_router(part)
     app.add_exception_handler(RoundhouseError, _answer_error)
 
     @app.get("/v1/usage", summary="Usage by group or by request")

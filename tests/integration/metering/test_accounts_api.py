@@ -1,0 +1,197 @@
+"""Prices, closing and statements over HTTP, on a SQLite ledger; the hands of an operator at the end of a month."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.metering.adapters.accounts_api import MoneyServices, accounts_router
+from services.metering.adapters.signing import PeriodSigner, signature_holds
+from services.metering.adapters.sql_accounts import SqlAccounts
+from services.metering.adapters.sql_ledger import SqlLedger
+from services.metering.adapters.sql_prices import SqlPrices
+from services.metering.adapters.sql_rerating import SqlRerating
+from services.metering.adapters.usage_api import usage_api
+from services.metering.domain.ledger import RawEvent
+from services.metering.domain.periods import DAY_MS, month_start_ms, next_month_ms
+from services.metering.domain.usage import UsageFacts
+from services.metering.operations.pricing import PriceKeeper
+from services.metering.operations.recording import rated_item
+from tests.builders.usage import TIME_MS, priced_catalogue, usage_facts
+from tests.fakes.clock import ManualClock
+from tests.fakes.prices import SetCatalogue
+
+FEBRUARY_MS = next_month_ms(month_start_ms(TIME_MS))
+
+
+@dataclass
+class Office:
+    """A ledger with its API, and the clock on the wall."""
+
+    ledger: SqlLedger
+    pricing: PriceKeeper
+    clock: ManualClock
+    client: httpx.AsyncClient
+
+    async def record(self, *events: UsageFacts) -> None:
+        """As the recorder does."""
+        book = await self.pricing.book()
+        items = [rated_item(event, RawEvent("s", b""), book) for event in events]
+        await self.ledger.append(items, now_ms=self.clock.now_ms())
+
+    async def get(self, path: str) -> Any:
+        """JSON of a good answer."""
+        answer = await self.client.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, *, status: int = 200, **fields: Any) -> Any:
+        """JSON of an answer."""
+        answer = await self.client.post(path, json=body or fields)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+async def office(tmp_path: Path) -> AsyncIterator[Office]:
+    """An empty ledger in the first days of February 2026, with `priced_catalogue`."""
+    ledger = await SqlLedger.open(f"sqlite:///{tmp_path}/ledger.sqlite3")
+    clock = ManualClock(FEBRUARY_MS + 2 * DAY_MS)
+    pricing = PriceKeeper(SetCatalogue(priced_catalogue()), SqlPrices(ledger.database), clock)
+    signer = PeriodSigner(tmp_path / "keys" / "signing.pem")
+    accounts = SqlAccounts(ledger.database, cluster="test", sign=signer.sign)
+    money = MoneyServices(accounts, SqlPrices(ledger.database), pricing, SqlRerating(ledger.database), clock)
+    transport = httpx.ASGITransport(app=usage_api(ledger, accounts_router(money)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://metering") as client:
+        yield Office(ledger, pricing, clock, client)
+    await ledger.close()
+
+
+async def test_a_closed_month_is_signed_and_stays_as_it_was(office: Office, tmp_path: Path) -> None:
+    """Two events of January are signed as 2 × 0.00492; a third one, late, is billed in February as a correction."""
+    await office.record(usage_facts("r1"), usage_facts("r2", tenant_id="t2"))
+    closed = await office.post("/v1/periods/2026-01/close")
+    assert closed["totals"][0]["amount"] == "0.00984"
+    assert signature_holds(closed["document"], closed["signature"], closed["public_key"])
+    assert not signature_holds(
+        closed["document"].replace("0.00984", "0.00985"), closed["signature"], closed["public_key"]
+    )
+    assert "t1" not in closed["document"], "tenants are signed by pseudonym"
+    assert (tmp_path / "keys" / "signing.pem").stat().st_mode & 0o777 == 0o600
+
+    await office.record(usage_facts("r3"), usage_facts("r1"))
+    assert await office.post("/v1/periods/2026-01/close") == closed, "closed again, it is what it was"
+    january = await office.get("/v1/statements/2026-01?tenant=t1")
+    february = await office.get("/v1/statements/2026-02?tenant=t1")
+    assert (january["status"], january["totals"][0]["amount"]) == ("closed", "0.00492")
+    assert (february["status"], february["totals"][0]["amount"]) == ("open", "0.00492")
+    assert [line["usage_month"] for line in february["lines"]] == ["2026-01"]
+    usage = await office.get("/v1/usage?group_by=day")
+    assert [(row["day"], row["requests"]) for row in usage["rows"]] == [("2026-01-01", 3)], "usage stays in its own day"
+
+    signed = {item["tenant"]: item["amount"] for item in json.loads(closed["document"])["tenants"]}
+    assert signed[january["signed_as"]] == january["totals"][0]["amount"]
+    verified = await office.get("/v1/periods/2026-01/verify")
+    assert (verified["signature"], verified["ledger"], verified["differences"]) == (True, True, [])
+
+
+async def test_months_close_in_order_and_only_when_they_are_over(office: Office) -> None:
+    """409 with the reason; nothing is changed."""
+    await office.record(usage_facts("r1", time_ms=TIME_MS - 40 * DAY_MS), usage_facts("r2"))
+    told = await office.post("/v1/periods/2026-02/close", status=409)
+    assert told["error"]["message"] == "2026-02 is not over yet"
+    told = await office.post("/v1/periods/2026-01/close", status=409)
+    assert told["error"]["message"] == "months are closed in order: 2025-11 is still open"
+    assert (await office.client.get("/v1/periods/2025-11")).status_code == 404
+    await office.post("/v1/periods/2025-11/close")
+    await office.post("/v1/periods/2026-01/close")
+    told = await office.post("/v1/periods/2025-12/close", status=409)
+    assert "is closed already" in told["error"]["message"]
+    assert (await office.client.post("/v1/periods/January/close")).status_code == 400
+
+
+NEW = {"id": "m1-later", "model": "m1", "from": "2026-01-01T13:00:00Z", "input": "1", "output": "1"}
+
+
+async def test_new_prices_hold_for_their_own_time_and_recorded_usage_only_after_rating_again(office: Office) -> None:
+    """600 + 400 × 0 + 200 = 800 per million at the new price instead of 4,920: corrections of −0.00412 each, once."""
+    await office.record(usage_facts("r1"), usage_facts("r2"), usage_facts("old", time_ms=TIME_MS - 3_600_000))
+    assert (await office.post("/v1/prices", prices=[NEW], dry_run=True))["added"][0]["id"] == "m1-later"
+    assert len((await office.get("/v1/prices"))["prices"]) == 1, "a dry run adds nothing"
+    await office.post("/v1/prices", prices=[NEW])
+    assert (await office.post("/v1/prices", prices=[NEW]))["added"] == [], "applied again, nothing is new"
+    office.clock.advance(2_000)
+
+    would = await office.post("/v1/prices/rerate", {"from": "2026-01-01", "to": "2026-02-01", "dry_run": True})
+    did = await office.post("/v1/prices/rerate", {"from": "2026-01-01", "to": "2026-02-01"})
+    again = await office.post("/v1/prices/rerate", {"from": "2026-01-01", "to": "2026-02-01"})
+    assert (did["examined"], did["corrected"], did["difference"]) == (3, 2, {"USD": "-0.00824"})
+    assert did["moves"] == [{"from": "p1", "to": "m1-later", "rows": 2}]
+    assert {**would, "dry_run": False} == did
+    assert (again["corrected"], again["difference"]) == (0, {})
+    rows = (await office.get("/v1/usage?group_by=request"))["rows"]
+    assert [(row["amount"], row["corrects_sequence"]) for row in rows] == [
+        ("0.00492", None),
+        ("0.0008", 1),
+        ("0.0008", 2),
+    ]
+
+
+async def test_rating_again_after_the_close_books_the_difference_in_the_next_month(office: Office) -> None:
+    """January keeps 0.00492; February has −0.00492 and +0.0008, which is −0.00412."""
+    await office.record(usage_facts("r1"))
+    await office.post("/v1/periods/2026-01/close")
+    await office.post("/v1/prices", prices=[NEW])
+    office.clock.advance(2_000)
+    assert (await office.post("/v1/prices/rerate"))["corrected"] == 1
+    january = await office.get("/v1/statements/2026-01?tenant=t1")
+    february = await office.get("/v1/statements/2026-02?tenant=t1")
+    assert [january["totals"][0]["amount"], february["totals"][0]["amount"]] == ["0.00492", "-0.00412"]
+    assert [(line["price_id"], line["requests"], line["amount"]) for line in february["lines"]] == [
+        ("m1-later", 1, "0.0008"),
+        ("p1", -1, "-0.00492"),
+    ]
+    assert (await office.get("/v1/periods/2026-01/verify"))["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": "abc"}, "prices[0].input"),
+        ({"input": "0.0000000000001"}, "prices[0].input"),
+        ({"output": "-1"}, "prices[0].output"),
+        ({"from": "soon"}, "prices[0].from"),
+        ({"to": "2025-01-01"}, "prices[0].to"),
+        ({"class": "fast"}, "prices[0].class"),
+        ({"currency": "usd"}, "prices[0].currency"),
+        ({"id": ""}, "prices[0].id"),
+    ],
+)
+async def test_a_price_that_is_wrong_is_refused_by_name(office: Office, change: dict[str, str], param: str) -> None:
+    """And nothing is added."""
+    told = await office.post("/v1/prices", status=400, prices=[NEW | change])
+    assert told["error"]["param"] == param
+
+
+async def test_a_price_is_never_changed(office: Office) -> None:
+    """The same id or the same instant with other amounts is a conflict."""
+    await office.post("/v1/prices", prices=[NEW])
+    await office.post("/v1/prices", status=409, prices=[NEW | {"input": "2"}])
+    await office.post("/v1/prices", status=409, prices=[NEW | {"id": "other", "input": "2"}])
+
+
+async def test_statements_for_people_and_for_spreadsheets(office: Office) -> None:
+    """Text with a total; CSV in which a name cannot become a formula."""
+    await office.record(usage_facts("r1"), usage_facts("r2", model="=1+1"))
+    text = (await office.client.get("/v1/statements/2026-01?tenant=t1&format=text")).text
+    assert "Statement of t1 for 2026-01" in text
+    assert "0.00492 USD" in text
+    assert "This month is open" in text
+    rows = (await office.client.get("/v1/statements/2026-01?tenant=t1&format=csv")).text.splitlines()
+    assert rows[0].startswith("usage_month,model,adapter,class,price_id,requests")
+    assert rows[1] == "2026-01,'=1+1,a1,interactive,,1,1,1000,400,200,0,"
+    assert (await office.client.get("/v1/statements/2026-01")).status_code == 400
