@@ -12,6 +12,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 BLOCK_SCHEME = b"roundhouse/block/v1"
 SALT_SCHEME = b"roundhouse/salt/v1"
@@ -35,32 +36,47 @@ class _Tag(IntEnum):
     TENANT = 9
 
 
+class SharedBeginning(NamedTuple):
+    """How many leading blocks of a prompt are keyed with the salt of a sharing group instead of the tenant's own."""
+
+    salt: bytes = b""
+    blocks: int = 0
+
+
 def prefix_block_keys(
-    salt: bytes, model_digest: bytes, adapter_digest: bytes, block_tokens: int, token_ids: Sequence[int]
+    salt: bytes,
+    model_digest: bytes,
+    adapter_digest: bytes,
+    block_tokens: int,
+    token_ids: Sequence[int],
+    shared: SharedBeginning = SharedBeginning(),  # noqa: B008 - immutable
 ) -> list[bytes]:
     """Keys of the whole blocks of a prompt, first to last; a last part shorter than `block_tokens` has no key.
 
-    `adapter_digest` is empty for the base model. O(tokens); about 1 µs a block of 16. Raises ValueError if
-    `block_tokens` is not positive or a token id does not fit 32 bits.
+    `adapter_digest` is empty for the base model. Blocks of a `shared` beginning have equal keys for every member of the
+    group; those after it have the tenant's salt and, by their parent, the group's too. O(tokens); about 1 µs a block of
+    16. Raises ValueError if `block_tokens` is not positive or a token id does not fit 32 bits.
     """
     if block_tokens <= 0:
         raise ValueError(f"a block holds at least one token, not {block_tokens}")
     blocks = len(token_ids) // block_tokens
     tokens = _token_bytes(token_ids[: blocks * block_tokens])
     size = block_tokens * _TOKEN_BYTES
-    start = hashlib.sha256(
-        _field(_Tag.SCHEME, BLOCK_SCHEME)
-        + _field(_Tag.SALT, salt)
-        + _field(_Tag.MODEL, model_digest)
+    after_salt = (
+        _field(_Tag.MODEL, model_digest)
         + _field(_Tag.ADAPTER, adapter_digest)
         + _field(_Tag.BLOCK_TOKENS, struct.pack("<Q", block_tokens))
+    )
+    own, common = (
+        hashlib.sha256(_field(_Tag.SCHEME, BLOCK_SCHEME) + _field(_Tag.SALT, each) + after_salt)
+        for each in (salt, shared.salt)
     )
     root, child = _FIELD.pack(_Tag.PARENT, 0), _FIELD.pack(_Tag.PARENT, KEY_BYTES)
     tokens_follow = _FIELD.pack(_Tag.TOKENS, size)
     keys: list[bytes] = []
     parent = root
-    for first in range(0, len(tokens), size):
-        state = start.copy()
+    for number, first in enumerate(range(0, len(tokens), size)):
+        state = (common if number < shared.blocks else own).copy()
         state.update(parent + tokens_follow + tokens[first : first + size])
         key = state.digest()
         keys.append(key)

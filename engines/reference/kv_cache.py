@@ -40,34 +40,57 @@ class BlockShape:
         return self.layers * 2 * self.kv_heads * self.block_tokens * self.head_dim * 4
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSpace:
+    """In whose space the blocks of one request live, and where else they may be.
+
+    `shared_blocks` leading blocks are of a sharing group, whose salt keys them; the others are the tenant's own. Of
+    `peers`, kvstores of other nodes, the store may fetch what it lacks; `hold` is a handle there that keeps it for us.
+    """
+
+    salt: bytes
+    shared_salt: bytes = b""
+    shared_blocks: int = 0
+    peers: tuple[str, ...] = ()
+    hold: str = ""
+
+
 def _nothing_held() -> None:
     """The release of a prefix that holds nothing."""
+
+
+def _all_right(blocks: int) -> int:
+    """The check of arrays that nobody else can change."""
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """Blocks found for the first `len(blocks)` keys of a lookup.
 
-    The arrays may be views of shared memory. The engine copies them into its own pool and then calls `release` exactly
-    once, also when it drops the request; after that it never reads them again.
+    The arrays may be views of shared memory. The engine copies them into its own pool, then asks `verified(n)` how many
+    of the first n were right when it copied them (the others it computes), and then calls `release` exactly once, also
+    when it drops the request; after that it never reads them again. `more`: how many blocks after these probably lie
+    where a lookup that waits would find them.
     """
 
     blocks: tuple[BlockArray, ...] = ()
     release: Callable[[], None] = _nothing_held
+    verified: Callable[[int], int] = _all_right
+    more: int = 0
 
 
 class BlockStore(Protocol):
     """What an engine asks of a store of KV blocks. Safe to call from several threads."""
 
-    def lookup(self, salt: bytes, keys: Sequence[bytes]) -> CachedPrefix:
-        """Find the longest prefix of `keys` that is stored for `salt`, the salt the keys were made with (invariant 11).
+    def lookup(self, space: BlockSpace, keys: Sequence[bytes], patience_ms: int = 0) -> CachedPrefix:
+        """Find the longest prefix of `keys` that is stored in `space`, which the keys were made for (invariant 11).
 
-        Called on the intake thread, once a request and before it is queued, so it may wait, but only for a bounded
-        time (tens of milliseconds): it answers an empty prefix on a miss, a late answer or any failure. Never raises.
-        """
+        With `patience_ms` 0 only what is in memory, within milliseconds; else also what comes from disk or another node
+        by then. Answers an empty prefix on a miss, a late answer or any failure. Never raises."""
         ...
 
-    def offer(self, salt: bytes, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
+    def offer(self, space: BlockSpace, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
         """Hand over new blocks for the last `len(blocks)` of `keys`; ownership of the arrays passes to the store.
 
         `keys` is the chain from the first block of the prompt, because a block without its parents is never found.
@@ -87,11 +110,11 @@ class BlockStore(Protocol):
 class NoBlockStore:
     """The store of an engine that runs without one: every lookup misses, every offer is dropped."""
 
-    def lookup(self, salt: bytes, keys: Sequence[bytes]) -> CachedPrefix:
+    def lookup(self, space: BlockSpace, keys: Sequence[bytes], patience_ms: int = 0) -> CachedPrefix:
         """Miss."""
         return CachedPrefix()
 
-    def offer(self, salt: bytes, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
+    def offer(self, space: BlockSpace, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
         """Drop."""
 
     def flush(self, timeout_s: float) -> bool:

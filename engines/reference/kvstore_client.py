@@ -1,52 +1,44 @@
 """A `BlockStore` over the node's kvstore: keys and leases over gRPC, the bytes in shared memory.
 
 ```
-intake thread   lookup --AcquirePrefix--> copy out of the arena, check, hand over --release--+
-step thread     offer --> queue --+                                                          |
-worker thread                     +--> ReserveBlocks, copy into the arena, CommitBlocks <----+
+intake thread   lookup --AcquirePrefix--> views of the arena, leased
+step thread     copies them into its pool --> verified --> release --> queue --+
+                offer --> queue ------------------------------------------------+
+worker thread   ReserveBlocks, copy into the arena, CommitBlocks, ReleaseLease <+
 ```
 
 Losing the store is never an error: a late, failed or wrong answer is a miss, a full queue drops the offer, and both are
-counted. A copy is used only if its checksum is right after it was made, so a lease that ran out, a store that was
-restarted or a bit that fell over cannot change the text (invariant 11). Offers never wait; a lookup waits at most
-`LOOKUP_TIMEOUT_S` for the answer and `COPY_BUDGET_S` for the copy. Reconnects by itself.
-Decision: docs/decisions/0052-engine-client.md.
+counted. Blocks are read where they lie, and their checksums compared after they were copied, so a lease that ran out, a
+store that was restarted or a bit that fell over cannot change the text (invariant 11). Offers never wait; a lookup
+waits at most `LOOKUP_TIMEOUT_S` and its patience. Reconnects by itself. Decision: docs/decisions/0052-engine-client.md.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
-from engines.reference.kv_cache import BlockArray, BlockShape, CachedPrefix
+from engines.block_arena import MappedArena
+from engines.reference.kv_cache import BlockArray, BlockShape, BlockSpace, CachedPrefix
 from engines.reference.loaded_model import named_bytes
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
 LOOKUP_TIMEOUT_S = 0.020  # a prefix block saves about this much prefill on a small model; later is not worth it
-DISK_WAIT_MS = 12  # of the above; 25 MB from a disk of 2 GB/s. What comes later is there for the next request
-COPY_BUDGET_S = 0.050  # 250 MB at 5 GB/s; what was copied by then is used
-READ_LEASE_MS = 2_000  # many times the two limits above
+READ_LEASE_MS = 10_000  # a request may wait this long for its place; later its blocks may be gone, which is a miss
 WRITE_LEASE_MS = 5_000  # a chunk takes milliseconds; a killed engine holds its slots no longer than this
 WORKER_TIMEOUT_S = 1.0  # the worker may wait longer than a caller, but a hung store must not hold it for ever
 COOL_DOWN_S = 0.25  # after a failure nobody asks for this long: a hung store costs 20 ms in 250, not each request
 RETRY_S = 0.25  # between attempts to map the arena
 CHUNK_BLOCKS = 64  # blocks of one reservation; others may write in between
 QUEUE_BYTES_MAX = 64 * 1024 * 1024  # guess: a thousand blocks of a small model wait, then offers are dropped
-MAP_AHEAD_BYTES_MAX = 1 << 30  # 0.2 s of the worker's time, before the first block
-MAP_STEP_BYTES = 16 << 20  # 3 ms, for which the interpreter is held
-MADV_POPULATE_WRITE = 23  # Linux 5.14, <linux/mman.h>; not named by Python 3.11
 FAILURES = (grpc.RpcError, OSError, ValueError)
 
 _CHANNEL_OPTIONS = [
@@ -73,7 +65,7 @@ class ClientStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    salt: bytes
+    space: BlockSpace
     keys: tuple[bytes, ...]  # the chain from the first block
     blocks: tuple[BlockArray, ...]  # of the last keys
 
@@ -82,41 +74,51 @@ class _Offer:
         return sum(block.nbytes for block in self.blocks)
 
 
-class _MappedArena:
-    """The arena of one incarnation of the store. Goes with its last reader."""
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where new blocks go: their salt, the block above them, and the salt that may have."""
 
-    def __init__(self, description: kv_pb2.Arena) -> None:
-        self.incarnation = description.incarnation
-        descriptor = os.open(description.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_size != description.bytes:
-                raise ValueError("the arena's file has another size than the store says")
-            mapped = mmap.mmap(descriptor, description.bytes)
-        finally:
-            os.close(descriptor)
-        _map_pages(mapped)
-        self._bytes: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
-
-    def copy_out(self, slot: kv_pb2.BlockSlot) -> NDArray[np.uint8] | None:
-        """A copy of the bytes of a slot; None if they do not match their checksum."""
-        copy = self._bytes[slot.offset : slot.offset + slot.length].copy()
-        return copy if xxhash.xxh3_64_intdigest(copy.data) == slot.checksum else None
-
-    def copy_in(self, slot: kv_pb2.BlockSlot, block: BlockArray) -> int:
-        """Write a block into its slot; returns the checksum of what should be there now."""
-        data = np.ascontiguousarray(block, np.float32).reshape(-1).view(np.uint8)
-        self._bytes[slot.offset : slot.offset + slot.length] = data
-        return xxhash.xxh3_64_intdigest(data.data)
+    salt: bytes
+    parent_key: bytes
+    parent_salt: bytes
 
 
-def _map_pages(mapped: mmap.mmap) -> None:
-    """Enter the arena's pages into this process's tables now: later, each would be a fault in the middle of a copy.
+class _ReadLease:
+    """A leased run of blocks: checks what was copied, and reports what was wrong with the release."""
 
-    Measured: 0.2 s a GB, and first writes at 1.1 GB/s instead of 2.7. The rest of a large arena faults when it is used.
-    """
-    with suppress(OSError):  # before Linux 5.14
-        for start in range(0, min(len(mapped), MAP_AHEAD_BYTES_MAX), MAP_STEP_BYTES):
-            mapped.madvise(MADV_POPULATE_WRITE, start, min(MAP_STEP_BYTES, len(mapped) - start))
+    def __init__(
+        self,
+        arena: MappedArena,
+        reply: kv_pb2.AcquirePrefixReply,
+        keys: Sequence[bytes],
+        give_back: Callable[[kv_pb2.ReleaseLeaseRequest], None],
+    ) -> None:
+        self._arena, self._reply, self._keys, self._give_back = arena, reply, keys, give_back
+        self._request = kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id)
+
+    def verified(self, copied: int) -> int:
+        """How many of the first `copied` blocks lie in the arena as they were written."""
+        length = self._reply.length
+        for number in range(copied):
+            if not self._arena.is_right(self._reply.offsets[number], length, self._reply.checksums[number]):
+                self._request.corrupt_keys.append(self._keys[number])
+                return number
+        return copied
+
+    def release(self) -> None:
+        """Let the worker end the lease."""
+        self._give_back(self._request)
+
+
+def _chunks(blocks: int, shared: int) -> Iterator[tuple[int, int]]:
+    """Ranges of one reservation each: at most `CHUNK_BLOCKS`, and none over the end of the `shared` first ones."""
+    first = 0
+    while first < blocks:
+        stop = min(blocks, first + CHUNK_BLOCKS)
+        if first < shared < stop:
+            stop = shared
+        yield first, stop
+        first = stop
 
 
 class KvStoreClient:
@@ -129,7 +131,7 @@ class KvStoreClient:
         self._client_id = f"reference-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = kv_pb2_grpc.KvStoreStub(self._channel)
-        self._arena: _MappedArena | None = None
+        self._arena: MappedArena | None = None
         self._resting_until_s = 0.0
         self._news = threading.Condition()
         self._offers: deque[_Offer] = deque()
@@ -140,23 +142,21 @@ class KvStoreClient:
         self._worker = threading.Thread(target=self._work, name="kvstore-client", daemon=True)
         self._worker.start()
 
-    def lookup(self, salt: bytes, keys: Sequence[bytes]) -> CachedPrefix:
-        """See `BlockStore.lookup`; the arrays are copies, so there is nothing to release."""
+    def lookup(self, space: BlockSpace, keys: Sequence[bytes], patience_ms: int = 0) -> CachedPrefix:
+        """See `BlockStore.lookup`. The arrays are the arena's own bytes, leased until `release`."""
         self._count(lookups=1)
         arena = self._arena
         if arena is None or not keys or time.monotonic() < self._resting_until_s:
             return CachedPrefix()
         try:
-            blocks = self._read_prefix(arena, salt, keys)
+            return self._read_prefix(arena, space, keys, patience_ms)
         except Exception:  # noqa: BLE001 - whatever went wrong with the store, the request goes on without it
             self._failed()
             return CachedPrefix()
-        self._count(hits=len(blocks))
-        return CachedPrefix(blocks)
 
-    def offer(self, salt: bytes, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
+    def offer(self, space: BlockSpace, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
         """See `BlockStore.offer`."""
-        offer = _Offer(salt, tuple(keys), tuple(blocks))
+        offer = _Offer(space, tuple(keys), tuple(blocks))
         with self._news:
             fits = not self._closing and self._queued_bytes + offer.nbytes <= QUEUE_BYTES_MAX
             if fits:
@@ -190,39 +190,40 @@ class KvStoreClient:
 
     # Reading
 
-    def _read_prefix(self, arena: _MappedArena, salt: bytes, keys: Sequence[bytes]) -> tuple[BlockArray, ...]:
+    def _read_prefix(
+        self, arena: MappedArena, space: BlockSpace, keys: Sequence[bytes], patience_ms: int
+    ) -> CachedPrefix:
         request = kv_pb2.AcquirePrefixRequest(
-            salt=salt, keys=keys, client_id=self._client_id, lease_ms=READ_LEASE_MS, wait_ms=DISK_WAIT_MS
+            salt=space.salt,
+            keys=keys,
+            client_id=self._client_id,
+            lease_ms=READ_LEASE_MS,
+            wait_ms=patience_ms,
+            shared=kv_pb2.SharedPrefix(salt=space.shared_salt, blocks=space.shared_blocks),
+            peers=space.peers,
+            hold=space.hold,
+            packed=True,
         )
-        reply = self._stub.AcquirePrefix(request, timeout=LOOKUP_TIMEOUT_S)
-        release = kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id)
-        try:
-            if not self._is_current(arena, reply.incarnation):
-                return ()
-            return self._copy_run(arena, keys, reply.blocks, release)
-        finally:
-            self._give_back(release)
+        reply = self._stub.AcquirePrefix(request, timeout=LOOKUP_TIMEOUT_S + patience_ms / 1000)
+        lease = _ReadLease(arena, reply, keys, self._give_back)
+        fits = reply.length == self._shape.nbytes and len(reply.offsets) == len(reply.checksums) <= len(keys)
+        usable = self._is_current(arena, reply.incarnation) and fits
+        blocks = self._views(arena, reply) if usable else ()
+        if not blocks:
+            lease.release()
+            return CachedPrefix(more=reply.more)
+        self._count(hits=len(blocks))
 
-    def _copy_run(
-        self,
-        arena: _MappedArena,
-        keys: Sequence[bytes],
-        slots: Sequence[kv_pb2.BlockSlot],
-        release: kv_pb2.ReleaseLeaseRequest,
-    ) -> tuple[BlockArray, ...]:
-        """Copies of the leading blocks that are right; a wrong one is reported with the release."""
-        blocks: list[BlockArray] = []
-        ends_s = time.monotonic() + COPY_BUDGET_S
-        for key, slot in zip(keys, slots, strict=False):
-            if slot.key != key or slot.length != self._shape.nbytes or time.monotonic() > ends_s:
-                break
-            copy = arena.copy_out(slot)
-            if copy is None:
-                self._count(corrupt=1)
-                release.corrupt_keys.append(key)
-                break
-            blocks.append(copy.view(np.float32).reshape(self._shape.dimensions))
-        return tuple(blocks)
+        def verified(copied: int) -> int:
+            right = lease.verified(copied)
+            self._count(corrupt=int(right < copied), hits=right - len(blocks))
+            return right
+
+        return CachedPrefix(blocks, lease.release, verified, reply.more)
+
+    def _views(self, arena: MappedArena, reply: kv_pb2.AcquirePrefixReply) -> tuple[BlockArray, ...]:
+        length, dimensions = reply.length, self._shape.dimensions
+        return tuple(arena.view(offset, length).view(np.float32).reshape(dimensions) for offset in reply.offsets)
 
     # Writing, on the worker thread
 
@@ -256,7 +257,7 @@ class KvStoreClient:
         if self._arena is not None:
             return True
         try:
-            found = _MappedArena(self._stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=WORKER_TIMEOUT_S))
+            found = MappedArena(self._stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=WORKER_TIMEOUT_S))
         except FAILURES:
             with self._news:
                 self._news.wait_for(lambda: self._closing, RETRY_S)
@@ -271,24 +272,25 @@ class KvStoreClient:
         arena = self._arena
         skipped = len(offer.keys) - len(offer.blocks)
         stored = 0
-        for first in range(0, len(offer.blocks), CHUNK_BLOCKS):
-            chunk = dict(zip(offer.keys[skipped + first :], offer.blocks[first : first + CHUNK_BLOCKS], strict=False))
+        for first, stop in _chunks(len(offer.blocks), offer.space.shared_blocks - skipped):
+            chunk = dict(zip(offer.keys[skipped + first :], offer.blocks[first:stop], strict=False))
             parent = offer.keys[skipped + first - 1] if skipped + first else b""
-            committed = self._store_chunk(arena, offer.salt, parent, chunk) if arena is not None else None
+            salt = offer.space.shared_salt if skipped + first < offer.space.shared_blocks else offer.space.salt
+            target = _Target(salt, parent, offer.space.shared_salt)
+            committed = self._store_chunk(arena, target, chunk) if arena is not None else None
             if committed is None:
                 break
             stored += committed
         self._count(stored=stored, dropped=len(offer.blocks) - stored)
 
-    def _store_chunk(
-        self, arena: _MappedArena, salt: bytes, parent: bytes, blocks: Mapping[bytes, BlockArray]
-    ) -> int | None:
+    def _store_chunk(self, arena: MappedArena, target: _Target, blocks: Mapping[bytes, BlockArray]) -> int | None:
         """How many blocks were stored; None if the arena is not the store's any more."""
         reserve = kv_pb2.ReserveBlocksRequest(
-            salt=salt,
+            salt=target.salt,
             model_digest=self._model_digest,
             keys=blocks,
-            parent_key=parent,
+            parent_key=target.parent_key,
+            parent_salt=target.parent_salt,
             length=self._shape.nbytes,
             client_id=self._client_id,
             lease_ms=WRITE_LEASE_MS,
@@ -309,7 +311,7 @@ class KvStoreClient:
 
     def _write(
         self,
-        arena: _MappedArena,
+        arena: MappedArena,
         slots: Sequence[kv_pb2.BlockSlot],
         blocks: Mapping[bytes, BlockArray],
         ends_s: float,
@@ -318,7 +320,8 @@ class KvStoreClient:
         for slot in slots:
             if time.monotonic() > ends_s:
                 return False
-            slot.checksum = arena.copy_in(slot, blocks[slot.key])
+            data = np.ascontiguousarray(blocks[slot.key], np.float32).reshape(-1).view(np.uint8)
+            slot.checksum = arena.write(slot.offset, data)
         return True
 
     # Both
@@ -330,7 +333,7 @@ class KvStoreClient:
                 self._releases.append(release)
                 self._news.notify_all()
 
-    def _is_current(self, arena: _MappedArena, incarnation: str) -> bool:
+    def _is_current(self, arena: MappedArena, incarnation: str) -> bool:
         """Whether a reply speaks of the mapped arena; if not, the worker maps the new one."""
         if arena.incarnation == incarnation:
             return True

@@ -9,15 +9,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.reference.kv_cache import CachedPrefix
+from engines.reference.kv_cache import BlockSpace, CachedPrefix
 from engines.reference.lora import LoraAdapter
 from engines.reference.paged_kv import BLOCK_TOKENS, BlockTable, blocks_for
 from engines.reference.sampler import Sampler, TokenLogprobs
 from engines.reference.sampling_params import SamplingParams
 from engines.reference.text_stream import StopMatcher, TextStream
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "handoff"]
+"""`handoff`: the prompt and the first token are done, and another instance goes on from there."""
 BlockKeys = Callable[[Sequence[int]], list[bytes]]
+NO_SPACE = BlockSpace(b"")
 
 
 def _no_keys(token_ids: Sequence[int]) -> list[bytes]:
@@ -29,8 +31,9 @@ def _no_keys(token_ids: Sequence[int]) -> list[bytes]:
 class GenerationRequest:
     """A checked request.
 
-    `block_keys` gives the key of each whole block of the tokens it is handed; `salt`, which they are made with, is the
-    space in the block store that they belong to.
+    `resumed` are tokens that it has generated elsewhere: it goes on after them as if it had generated them here.
+    `prefill_only` ends it after its first token, for another instance to go on. `block_keys` gives the key of each whole block of the tokens it is handed; `space`, which they are made for, says
+    where in the block store they belong.
     """
 
     request_id: str
@@ -38,14 +41,22 @@ class GenerationRequest:
     params: SamplingParams
     embed: bool = False
     adapter: LoraAdapter | None = None
-    salt: bytes = b""
+    space: BlockSpace = NO_SPACE
     prefix: CachedPrefix = field(default_factory=CachedPrefix)
     block_keys: BlockKeys = _no_keys
+    resumed: tuple[int, ...] = ()
+    prefill_only: bool = False
 
     @property
     def tokens_max(self) -> int:
         """Prompt plus the longest completion."""
-        return len(self.prompt) + (0 if self.embed else self.params.max_tokens)
+        completion = 1 if self.prefill_only else self.params.max_tokens
+        return len(self.prompt) + (0 if self.embed else completion)
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """What there is to compute before the next token can be chosen."""
+        return self.prompt + self.resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +114,10 @@ class Running:
     admitted_s: float
     computed: int = 0
     cached_tokens: int = 0
+    imported_blocks: int = 0  # of the prefix, copied and not yet checked
+    importing: bool = False
     offered_blocks: int = 0
+    prompt_keys: list[bytes] = field(default_factory=list)
     first_token_s: float | None = None
     hidden: list[NDArray[np.float32]] = field(default_factory=list)
 
@@ -146,6 +160,15 @@ class Running:
             prefill_ms=(first - self.admitted_s) * 1e3,
             decode_ms=(now_s - first) * 1e3,
         )
+
+    def keys_for(self, tokens: int) -> list[bytes]:
+        """Keys of the whole blocks of the first `tokens` tokens; those of the prompt are made once."""
+        if not self.prompt_keys:
+            self.prompt_keys = self.request.block_keys(self.request.prompt)
+        blocks = tokens // BLOCK_TOKENS
+        if blocks <= len(self.prompt_keys):
+            return self.prompt_keys[:blocks]
+        return self.request.block_keys(self.token_ids[:tokens])
 
     def whole_blocks(self) -> int:
         """Blocks whose every token has been computed."""

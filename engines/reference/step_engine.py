@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.reference.decoder import Decoder, Segment
-from engines.reference.kv_cache import BlockStore
+from engines.reference.kv_cache import BlockStore, NoBlockStore
 from engines.reference.paged_kv import BLOCK_TOKENS, blocks_for
 from engines.reference.sampler import Choice, NumericFault
 from engines.reference.sequence import (
@@ -29,7 +29,11 @@ from engines.reference.sequence import (
     Running,
     TokenGenerated,
 )
+from engines.reference.text_stream import TextPiece
 from engines.reference.token_bytes import TokenText
+
+IMPORT_BYTES_A_STEP = 8 << 20  # about 2 ms of copying and checking, as long as a decode step of a small model
+PREFILL_WEIGHT = 0.2  # of one prompt in the moving average: about the last five
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class StepEngine:
         self._endings = frozenset(decoder.config.eos_token_ids)
         self._waiting: deque[tuple[GenerationRequest, float]] = deque()
         self._running: list[Running] = []
+        self.prefill_ms_a_token = 0.0  # moving average; 0 = nothing measured yet. Read by the intake
 
     @property
     def has_work(self) -> bool:
@@ -85,6 +90,7 @@ class StepEngine:
     def step(self) -> list[Event]:
         """Admit what fits, compute once, and say what came of it. Never raises for the fault of a request."""
         self._admit()
+        self._import_some()
         planned = self._plan()
         if not planned:
             return []
@@ -107,26 +113,49 @@ class StepEngine:
             self._waiting.popleft()
             vocab = self._decoder.config.vocab_size
             running = Running.admit(request, table, self._endings, vocab, submitted_s, self._clock())
-            self._running.append(running)  # first, so that a fault of the import is told to it
-            self._import_prefix(running)
+            self._replay(running)
+            running.importing = bool(request.prefix.blocks)
+            self._running.append(running)
+            if not running.importing:
+                request.prefix.release()
 
-    def _import_prefix(self, running: Running) -> None:
-        """Copy what the block store had; always leaves a token to compute."""
-        prefix = running.request.prefix
-        usable = min(len(prefix.blocks), (len(running.request.prompt) - 1) // BLOCK_TOKENS)
-        try:
-            for index in range(usable):
-                self._decoder.pool.import_block(running.table, index, prefix.blocks[index])
-        finally:
+    def _replay(self, running: Running) -> None:
+        """Bring chance, history and text to where they were elsewhere after the tokens that the request resumes from."""
+        for token_id in running.request.resumed:
+            running.sampler.replay(token_id)
+            running.token_ids.append(token_id)
+            self._push_text(running, token_id)  # sent from there
+
+    def _import_some(self) -> None:
+        """Copy what the block store had, some of it in each step, so that nobody's next token waits for much of it."""
+        budget = IMPORT_BYTES_A_STEP
+        for running in self._running:
+            if running.importing and budget > 0:
+                budget -= self._import_prefix(running, budget)
+
+    def _import_prefix(self, running: Running, budget: int) -> int:
+        """Copy blocks of about `budget` bytes; returns how many bytes. Always leaves a token to compute."""
+        prefix, first = running.request.prefix, running.imported_blocks
+        usable = min(len(prefix.blocks), (len(running.token_ids) - 1) // BLOCK_TOKENS)
+        stop = min(usable, first + max(1, budget // self._decoder.pool.shape.nbytes))
+        for index in range(first, stop):
+            self._decoder.pool.import_block(running.table, index, prefix.blocks[index])
+        running.imported_blocks = stop
+        if stop == usable:
+            right = prefix.verified(usable)
             prefix.release()
-        running.computed = running.cached_tokens = usable * BLOCK_TOKENS
-        running.offered_blocks = usable
+            running.importing = False
+            running.offered_blocks = right
+            running.computed = running.cached_tokens = right * BLOCK_TOKENS
+        return (stop - first) * self._decoder.pool.shape.nbytes
 
     def _plan(self) -> list[tuple[Running, Segment]]:
         """One token for each decoding request; the prompts share the chunk budget in order of arrival."""
         budget = self._limits.prefill_chunk_tokens
         planned: list[tuple[Running, Segment]] = []
         for running in self._running:
+            if running.importing:
+                continue
             count = running.uncomputed
             if count > 1 or not running.generated:
                 count = min(count, budget)
@@ -149,6 +178,8 @@ class StepEngine:
                 events += self._embed(running, hidden[start:row])
             elif not running.uncomputed:
                 ready.append((running, row - 1))
+            else:
+                self._offer(running, running.computed)  # as it is computed: another node may be waiting for it
         if ready:
             logits = self._decoder.logits(hidden[[last for _, last in ready]])
             for (running, _), scores in zip(ready, logits, strict=True):
@@ -178,6 +209,7 @@ class StepEngine:
         now_s = self._clock()
         if running.first_token_s is None:
             running.first_token_s = now_s
+            self._learn_prefill(running)
             self._offer(running, len(running.request.prompt))
         running.token_ids.append(choice.token_id)
         text, finish = self._advance_text(running, choice)
@@ -200,15 +232,19 @@ class StepEngine:
         if self._ends(running, token_id):
             piece = running.text.finish()
             return piece.text, "stop"
-        hidden = params.skip_special_tokens and self._tokens.is_special(token_id)
-        data = b"" if hidden else self._tokens.bytes_of(token_id)
-        piece = running.text.push(data, matching=running.generated >= params.min_tokens)
+        piece = self._push_text(running, token_id)
         if piece.stopped:
             return piece.text, "stop"
         if running.generated < params.max_tokens:
-            return piece.text, None
+            return piece.text, "handoff" if running.request.prefill_only else None
         rest = running.text.finish()
         return piece.text + rest.text, "stop" if rest.stopped else "length"
+
+    def _push_text(self, running: Running, token_id: int) -> TextPiece:
+        params = running.request.params
+        hidden = params.skip_special_tokens and self._tokens.is_special(token_id)
+        data = b"" if hidden else self._tokens.bytes_of(token_id)
+        return running.text.push(data, matching=running.generated >= params.min_tokens)
 
     def _ends(self, running: Running, token_id: int) -> bool:
         params = running.request.params
@@ -218,14 +254,24 @@ class StepEngine:
 
     def _offer(self, running: Running, tokens: int) -> None:
         """Hand over the whole blocks of the first `tokens` tokens that the store has not been given yet."""
-        keys = running.request.block_keys(running.token_ids[:tokens])
+        if isinstance(self._store, NoBlockStore):
+            return
+        keys = running.keys_for(tokens)
         first, stop = running.offered_blocks, min(len(keys), running.whole_blocks())
         if first < stop:
             pool, table = self._decoder.pool, running.table
             blocks = [pool.export_block(table, index) for index in range(first, stop)]
-            self._store.offer(running.request.salt, keys[:stop], blocks)
+            self._store.offer(running.request.space, keys[:stop], blocks)
             running.offered_blocks = stop
+
+    def _learn_prefill(self, running: Running) -> None:
+        """How long a prompt token takes, for whoever has to choose between computing and fetching."""
+        tokens, took_ms = running.computed - running.cached_tokens, running.timings(self._clock()).prefill_ms
+        if tokens >= BLOCK_TOKENS:
+            self.prefill_ms_a_token += PREFILL_WEIGHT * (took_ms / tokens - self.prefill_ms_a_token)
 
     def _retire(self, running: Running) -> None:
         self._running.remove(running)
+        if running.importing:
+            running.request.prefix.release()
         self._decoder.pool.give_back(running.table)

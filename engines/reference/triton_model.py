@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -16,13 +17,15 @@ import triton_python_backend_utils as pb_utils
 
 from engines.reference.blas_threads import use_one_thread
 from engines.reference.engine_loop import EngineLoop
-from engines.reference.intake import Call, CallInputs, accept_call
+from engines.reference.intake import Call, CallInputs, accept_call, await_prefix
 from engines.reference.loaded_model import LoadedModel, load_model
 from engines.reference.response import ResponseValues, join_tokens
 from engines.reference.sampling_params import InvalidRequest
 from engines.reference.sequence import ContextLengthExceeded, Embedded, Event, Failed, TokenGenerated
 from engines.reference.token_bytes import TokenText
 from engines.reference.tracing import RequestSpan, RequestTracer
+
+LOOKUP_THREADS = 4  # requests that wait for blocks at once; they wait, they do not compute
 
 
 class TritonPythonModel:
@@ -37,6 +40,7 @@ class TritonPythonModel:
         self._tracer = RequestTracer(args["model_name"])
         self._loop = EngineLoop(self._model.engine, pb_utils.Logger.log_error)
         self._loop.start()
+        self._waiting = ThreadPoolExecutor(LOOKUP_THREADS, "lookup")
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests in; answers come from the reply thread."""
@@ -51,10 +55,19 @@ class TritonPythonModel:
                 send_error(sender, f"engine_fault: {type(error).__name__}")
             else:
                 span = self._tracer.begin(call.details.request_id, call.details.traceparent)
-                self._loop.submit(call.request, SenderReply(call, self._model.tokens, sender, span))
+                if call.awaits_more:
+                    self._waiting.submit(self._submit_later, call, sender, span)
+                else:
+                    self._loop.submit(call.request, SenderReply(call, self._model.tokens, sender, span))
+
+    def _submit_later(self, call: Call, sender: Any, span: RequestSpan) -> None:
+        """Wait for blocks from a disk or another node, then go on with or without them."""
+        call = await_prefix(self._model, call)
+        self._loop.submit(call.request, SenderReply(call, self._model.tokens, sender, span))
 
     def finalize(self) -> None:
         """Stop the threads and let go of the block store; Triton calls this after the last request has ended."""
+        self._waiting.shutdown()
         self._loop.close()
         self._model.store.close()
         self._tracer.close()

@@ -156,12 +156,15 @@ class AcquirePrefixReply(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """empty if nothing was found"""
     incarnation: _builtins.str
     """of the arena that the offsets lie in"""
     length: _builtins.int
     """of each block"""
+    more: _builtins.int
+    """blocks that follow and lie in slower tiers of this node, or probably at peers"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlot]:
         """one a key, a leading run"""
@@ -181,10 +184,11 @@ class AcquirePrefixReply(_message.Message):
         offsets: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         length: _builtins.int = ...,
+        more: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "incarnation", b"incarnation", "lease_id", b"lease_id", "length", b"length", "offsets", b"offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "incarnation", b"incarnation", "lease_id", b"lease_id", "length", b"length", "more", b"more", "offsets", b"offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,7 +73,9 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         holder = holder_of(request.client_id, request.lease_ms)
         wanted = Wanted(request.salt, keys, shared_of(request.shared), tuple(request.peers), request.hold)
         outcome = await self._service.acquire_waiting(wanted, holder, request.wait_ms)
-        reply = kv_pb2.AcquirePrefixReply(incarnation=self._arena.incarnation)
+        found = len(outcome.blocks) if isinstance(outcome, Acquired) else 0
+        more = self._service.more(wanted, found) if found < len(keys) else 0
+        reply = kv_pb2.AcquirePrefixReply(incarnation=self._arena.incarnation, more=more)
         if isinstance(outcome, Acquired):
             reply.lease_id = outcome.lease_id
             if request.packed:

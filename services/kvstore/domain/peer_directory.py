@@ -81,6 +81,10 @@ class PeerDirectory:
         runs = [(-_run(node.keys, keys), node_id, node.address) for node_id, node in self._nodes.items()]
         return [address for run, _, address in sorted(runs) if run]
 
+    def run_length(self, keys: Sequence[bytes]) -> int:
+        """The longest leading run of `keys` at one node."""
+        return max((_run(node.keys, keys) for node in self._nodes.values()), default=0)
+
     def keys_known(self) -> int:
         """Keys of all nodes together."""
         return sum(len(node.keys) for node in self._nodes.values())

@@ -119,6 +119,10 @@ class DiskTier:
             blocks=len(self._index),
         )
 
+    def run_length(self, salt: bytes, keys: Sequence[bytes], have: int, shared: Shared = NOTHING_SHARED) -> int:
+        """How many of `keys` after the first `have` lie here, in a run."""
+        return len(self._index.run(salt, keys, have, shared))
+
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt on disk, and the bytes they take there."""
         return self._index.usage(salt)

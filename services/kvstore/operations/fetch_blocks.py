@@ -93,6 +93,12 @@ class PeerTier:
             task.add_done_callback(partial(self._ended, first))
         await asyncio.wait({task}, timeout=wait_ms / 1000)
 
+    def run_length(self, wanted: Wanted, have: int) -> int:
+        """How many blocks after the first `have` somebody probably has: all, if the caller says who."""
+        if have == len(wanted.keys) or self._is_quiet(wanted):
+            return 0
+        return len(wanted.keys) - have if wanted.peers else self._directory.run_length(wanted.keys[have:])
+
     def erased(self, salt: bytes) -> None:
         """Fetch nothing of a salt for a while."""
         now_ms = self._clock.monotonic_ms()

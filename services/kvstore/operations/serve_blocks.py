@@ -81,6 +81,14 @@ class BlockService:
         if self._disk is not None:
             await self._disk.promote(salt, keys, wait_ms, shared)
 
+    def more(self, wanted: Wanted, have: int) -> int:
+        """How many blocks after the first `have` lie in slower tiers here, or probably at peers."""
+        on_disk = 0
+        if self._disk is not None:
+            on_disk = self._disk.run_length(wanted.salt, wanted.keys, have, wanted.shared)
+        at_peers = self._peers.run_length(wanted, have + on_disk) if self._peers is not None else 0
+        return on_disk + at_peers
+
     @property
     def news(self) -> asyncio.Event:
         """Set once when something becomes visible after this was asked for."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.reference.kv_cache import BlockSpace
 from engines.reference.kvstore_client import KvStoreClient
 from roundhouse import subjects
 from roundhouse.block_keys import tenant_salt
@@ -34,20 +35,20 @@ def test_a_killed_kvstore_is_misses_until_it_is_back(kvstore: KvStoreProcess, en
     """No exception, no old data: the new process has an empty arena, and the engine uses it by itself."""
     assert len(found(engine, ONE, keys(ONE, 4))) == 4
     kvstore.kill()
-    assert engine.lookup(ONE, keys(ONE, 4)).blocks == ()
-    engine.offer(ONE, keys(ONE, 1, first_token=900), blocks(1))
+    assert engine.lookup(BlockSpace(ONE), keys(ONE, 4)).blocks == ()
+    engine.offer(BlockSpace(ONE), keys(ONE, 1, first_token=900), blocks(1))
     assert engine.flush(10)
     assert engine.statistics().dropped == 1
     kvstore.start()
     assert "stale_arena_removed" in kvstore.log_text()
 
     def stored_again() -> bool:
-        engine.offer(ONE, keys(ONE, 4), blocks(4))
+        engine.offer(BlockSpace(ONE), keys(ONE, 4), blocks(4))
         assert engine.flush(10)
         return kvstore.statistics().blocks == 4
 
     eventually(stored_again)
-    eventually(lambda: len(engine.lookup(ONE, keys(ONE, 4)).blocks) == 4)
+    eventually(lambda: len(engine.lookup(BlockSpace(ONE), keys(ONE, 4)).blocks) == 4)
 
 
 def test_what_was_reserved_for_an_old_arena_is_given_back(kvstore: KvStoreProcess, engine: KvStoreClient) -> None:
@@ -57,7 +58,7 @@ def test_what_was_reserved_for_an_old_arena_is_given_back(kvstore: KvStoreProces
     kvstore.start()
 
     def noticed() -> bool:
-        engine.offer(ONE, keys(ONE, 4), blocks(4))
+        engine.offer(BlockSpace(ONE), keys(ONE, 4), blocks(4))
         assert engine.flush(10)
         return kvstore.statistics().blocks == 4
 
@@ -69,10 +70,10 @@ def test_a_hung_kvstore_costs_each_request_little(kvstore: KvStoreProcess, engin
     """The process is stopped: 10 lookups take less than a second together, and the first one after it goes on works."""
     kvstore.signal(signal.SIGSTOP)
     begun_s = time.monotonic()
-    assert [engine.lookup(ONE, keys(ONE, 4)).blocks for _ in range(10)] == [()] * 10
+    assert [engine.lookup(BlockSpace(ONE), keys(ONE, 4)).blocks for _ in range(10)] == [()] * 10
     assert time.monotonic() - begun_s < 1.0  # 10 times 20 ms if every one of them waited
     kvstore.signal(signal.SIGCONT)
-    eventually(lambda: len(engine.lookup(ONE, keys(ONE, 4)).blocks) == 4)
+    eventually(lambda: len(engine.lookup(BlockSpace(ONE), keys(ONE, 4)).blocks) == 4)
 
 
 def test_a_flipped_byte_is_a_miss_and_the_block_is_dropped(kvstore: KvStoreProcess, engine: KvStoreClient) -> None:

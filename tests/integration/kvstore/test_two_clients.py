@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engines.reference.kv_cache import BlockArray, BlockShape
+from engines.reference.kv_cache import BlockArray, BlockShape, BlockSpace
 from engines.reference.kvstore_client import KvStoreClient
 from roundhouse.block_keys import prefix_block_keys, tenant_salt
 from roundhouse.wire.v1 import kv_pb2
@@ -50,13 +50,16 @@ def second_engine(kvstore: KvStoreProcess) -> Iterator[KvStoreClient]:
     client.close()
 
 
-def found(client: KvStoreClient, salt: bytes, prompt: list[bytes]) -> tuple[BlockArray, ...]:
+def found(client: KvStoreClient, salt: bytes, prompt: list[bytes], patience_ms: int = 1_000) -> tuple[BlockArray, ...]:
     """What a patient engine finds: on a machine under test a call may be late, which is a miss."""
     for _ in range(20):
         before = client.statistics().failures
-        result = client.lookup(salt, prompt).blocks
+        prefix = client.lookup(BlockSpace(salt), prompt, patience_ms)
+        copies = tuple(block.copy() for block in prefix.blocks)
+        right = prefix.verified(len(copies))
+        prefix.release()
         if client.statistics().failures == before:
-            return result
+            return copies[:right]
         time.sleep(0.3)
     raise AssertionError("every lookup failed")
 
@@ -64,7 +67,7 @@ def found(client: KvStoreClient, salt: bytes, prompt: list[bytes]) -> tuple[Bloc
 def store(client: KvStoreClient, salt: bytes, prompt: list[bytes], states: list[BlockArray]) -> None:
     """Offer and wait until all are stored."""
     before = client.statistics().stored
-    client.offer(salt, prompt, states)
+    client.offer(BlockSpace(salt), prompt, states)
     assert client.flush(10)
     assert client.statistics().stored == before + len(states)
 

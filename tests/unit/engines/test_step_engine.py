@@ -11,7 +11,7 @@ import pytest
 
 from engines.checkpoint_writer import safetensors_bytes
 from engines.reference.checkpoint import read_safetensors
-from engines.reference.kv_cache import BlockArray, CachedPrefix
+from engines.reference.kv_cache import BlockArray, BlockSpace, CachedPrefix
 from engines.reference.loaded_model import LoadedModel
 from engines.reference.paged_kv import BLOCK_TOKENS
 from engines.reference.sampling_params import InvalidRequest
@@ -183,8 +183,9 @@ class MemoryBlockStore:
         self.blocks: dict[tuple[bytes, bytes], BlockArray] = {}
         self.held = 0
 
-    def lookup(self, salt: bytes, keys: Sequence[bytes]) -> CachedPrefix:
+    def lookup(self, space: BlockSpace, keys: Sequence[bytes], patience_ms: int = 0) -> CachedPrefix:
         found: list[BlockArray] = []
+        salt = space.salt
         for key in keys:
             if (salt, key) not in self.blocks:
                 break
@@ -195,8 +196,8 @@ class MemoryBlockStore:
     def _let_go(self) -> None:
         self.held -= 1
 
-    def offer(self, salt: bytes, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
-        self.blocks.update({(salt, key): block for key, block in zip(keys[-len(blocks) :], blocks, strict=True)})
+    def offer(self, space: BlockSpace, keys: Sequence[bytes], blocks: Sequence[BlockArray]) -> None:
+        self.blocks.update({(space.salt, key): block for key, block in zip(keys[-len(blocks) :], blocks, strict=True)})
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -298,7 +299,7 @@ def test_a_fault_while_blocks_are_copied_ends_the_request_and_loses_nothing(
     prompt = list(range(10, 60))
     run_requests(model, [salted(model, prompt, "aa")])
     broken = BrokenBlock(model.block_shape.dimensions)
-    monkeypatch.setattr(store, "lookup", lambda salt, keys: CachedPrefix((broken,)))  # type: ignore[arg-type]
+    monkeypatch.setattr(store, "lookup", lambda *_: CachedPrefix((broken,)))  # type: ignore[arg-type]
     request = salted(model, prompt, "aa")
     model.engine.submit(request, 0.0)
     with pytest.raises(BufferError):
