@@ -4,8 +4,10 @@ Address and key come from options, else from `ROUNDHOUSE_ADMIN_URL` and `ROUNDHO
 the embedded cluster that runs here. Exit codes: 0 done, 1 refused or nothing to ask, 2 wrong usage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, cast
 from urllib.parse import quote
 
@@ -87,6 +89,43 @@ class AdminApi:
         """End something."""
         return self._call("DELETE", path)
 
+    def text(self, path: str, **parameters: str) -> str:
+        """Read something that is not JSON."""
+        with self._stream(path, parameters) as answer:
+            answer.read()
+            return answer.text
+
+    def download(self, path: str, target: Path, **parameters: str) -> int:
+        """Read something of any size into a file, which has its name only once it is whole; how many bytes."""
+        draft = target.with_name(f"{target.name}.part")
+        try:
+            with self._stream(path, parameters) as answer, draft.open("wb") as out:
+                for chunk in answer.iter_bytes():
+                    out.write(chunk)
+            draft.replace(target)
+        except OSError as error:
+            raise Refused(f"{target} cannot be written: {error.strerror}") from error
+        finally:
+            draft.unlink(missing_ok=True)
+        return target.stat().st_size
+
+    @contextmanager
+    def _stream(self, path: str, parameters: Mapping[str, str]) -> Iterator[httpx.Response]:
+        headers = {"authorization": f"Bearer {self._access.key}"}
+        address = f"{self._access.url.rstrip('/')}/admin/v1{path}"
+        try:
+            with (
+                httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as client,
+                client.stream("GET", address, params=parameters) as answer,
+            ):
+                if answer.is_error:
+                    answer.read()
+                    raise Refused(_said(answer.status_code, _json_or_none(answer)))
+                yield answer
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            reason = str(error) or type(error).__name__
+            raise Refused(f"the admin API at {self._access.url} does not answer: {reason}") from error
+
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self._access.key}"}
         address = f"{self._access.url.rstrip('/')}/admin/v1{path}"
@@ -112,6 +151,13 @@ def open_api(url: str, key: str) -> AdminApi:
 def part(name: str) -> str:
     """A name as one part of a path, whatever it holds."""
     return quote(name, safe="")
+
+
+def _json_or_none(answer: httpx.Response) -> object:
+    try:
+        return answer.json()
+    except ValueError:
+        return None
 
 
 def _said(status: int, body: object) -> str:

@@ -28,7 +28,8 @@ class LazyCommands(TyperGroup):
         "keys": "roundhouse.cli.keys:app",
         "models": "roundhouse.cli.models:app",
         "tenants": "roundhouse.cli.tenants:app",
-        "usage": "roundhouse.cli.usage:usage",
+        "usage": "roundhouse.cli.usage:app",
+        "prices": "roundhouse.cli.prices:app",
     }
 
     def list_commands(self, ctx: Any) -> list[str]:
