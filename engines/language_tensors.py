@@ -32,7 +32,7 @@ def language_inputs() -> list[Tensor]:
 
 
 def language_outputs() -> list[Tensor]:
-    """Outputs of a language model, with our `embedding` and `roundhouse`."""
+    """Outputs of a language model, with our `embedding`, `roundhouse` and `token_ids`."""
     return [
         _tensor("text_output", "TYPE_STRING", -1),
         _tensor("finish_reason", "TYPE_STRING", -1),
@@ -41,4 +41,5 @@ def language_outputs() -> list[Tensor]:
         _tensor("logprobs", "TYPE_STRING", -1),
         _tensor("embedding", "TYPE_FP32", -1),
         _tensor("roundhouse", "TYPE_STRING", -1),
+        _tensor("token_ids", "TYPE_INT32", -1),
     ]

@@ -1,7 +1,8 @@
 """Joins the events of one request into the output tensors of one response, as plain values.
 
-`finish_reason` is `"null"` until the last response, then `"stop"` or `"length"`. `num_output_tokens` counts the tokens
-generated since the previous response, so their sum is the bill. `roundhouse` comes with the first and the last one.
+`finish_reason` is `"null"` until the last response, then `"stop"`, `"length"` or, after a prefill, `"handoff"`.
+`num_output_tokens` counts the tokens generated since the previous response, so their sum is the bill; `token_ids`, if
+asked for, are those tokens. `roundhouse` comes with the first and the last one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class ResponseValues:
     logprobs: str | None = None
     embedding: NDArray[np.float32] | None = None
     roundhouse: str | None = None
+    token_ids: NDArray[np.int32] | None = None
 
 
 def join_tokens(call: Call, tokens: TokenText, events: Sequence[TokenGenerated], first: bool) -> ResponseValues:
@@ -45,6 +47,7 @@ def join_tokens(call: Call, tokens: TokenText, events: Sequence[TokenGenerated],
         num_output_tokens=len(events) if inputs.return_num_output_tokens else None,
         logprobs=_logprobs(tokens, events) if inputs.return_logprobs else None,
         roundhouse=_account(last) if first or last.finish else None,
+        token_ids=np.array([e.token_id for e in events], np.int32) if call.details.return_token_ids else None,
     )
 
 

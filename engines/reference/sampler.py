@@ -61,11 +61,20 @@ class Sampler:
             raise NumericFault("the model gave scores that are not finite")
         token_id = best if params.greedy and self._plain else self._choose_adjusted(logits)
         logprobs = None if params.logprobs is None else top_logprobs(logits, token_id, params.logprobs)
+        self._note(token_id)
+        return Choice(token_id, logprobs)
+
+    def replay(self, token_id: int) -> None:
+        """Take a token that a sampler with the same seed has chosen elsewhere; chance and history are then as there."""
+        if not self._params.greedy:
+            self._random.random()
+        self._note(token_id)
+
+    def _note(self, token_id: int) -> None:
         self._generated += 1
         if self._counts is not None and self._seen is not None:
             self._counts[token_id] += 1
             self._seen[token_id] = True
-        return Choice(token_id, logprobs)
 
     @property
     def _plain(self) -> bool:

@@ -32,8 +32,8 @@ class GenerationRequest:
     """A checked request.
 
     `resumed` are tokens that it has generated elsewhere: it goes on after them as if it had generated them here.
-    `prefill_only` ends it after its first token, for another instance to go on. `block_keys` gives the key of each whole block of the tokens it is handed; `space`, which they are made for, says
-    where in the block store they belong.
+    `prefill_only` ends it after its first token, for another instance to go on. `block_keys` gives the key of each
+    whole block of the tokens it is handed; `space`, which they are made for, says where in the block store they belong.
     """
 
     request_id: str

@@ -120,7 +120,7 @@ class StepEngine:
                 request.prefix.release()
 
     def _replay(self, running: Running) -> None:
-        """Bring chance, history and text to where they were elsewhere after the tokens that the request resumes from."""
+        """Bring chance, history and text to where they were elsewhere, after the tokens the request resumes from."""
         for token_id in running.request.resumed:
             running.sampler.replay(token_id)
             running.token_ids.append(token_id)
