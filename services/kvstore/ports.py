@@ -89,9 +89,9 @@ class BlockLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerRequest:
-    """What is wanted of a peer: blocks of the chain `keys` after the first `skip`, as they become stored there.
+    """What is wanted of a peer: blocks of the chain `keys` after the first `skip`, waiting `wait_ms` for its disk.
 
-    `hold` ends at the peer once the last block has been sent."""
+    With a `hold`, which ends at the peer once the last block has been sent, also as they become stored there."""
 
     salt: bytes
     keys: tuple[bytes, ...]

@@ -642,7 +642,7 @@ class FetchRequest(_message.Message):
     skip: _builtins.int
     """leading keys that the caller has"""
     wait_ms: _builtins.int
-    """for blocks on disk, and those still being computed"""
+    """for blocks on disk and, with a hold, those still being computed"""
     hold: _builtins.str
     """ends once the last block of `keys` has been sent"""
     @_builtins.property

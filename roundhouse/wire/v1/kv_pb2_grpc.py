@@ -144,7 +144,7 @@ class KvStoreServicer:
 
     def Fetch(self, request, context):
         """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
-        and what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
+        and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

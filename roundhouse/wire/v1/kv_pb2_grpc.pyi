@@ -49,7 +49,7 @@ class KvStoreStub:
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_kv_pb2.GetStatisticsRequest, _kv_pb2.Statistics]
     Fetch: _grpc.UnaryStreamMultiCallable[_kv_pb2.FetchRequest, _kv_pb2.FetchPiece]
     """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
-    and what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
+    and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
     """
     Snapshot: _grpc.UnaryStreamMultiCallable[_kv_pb2.SnapshotRequest, _kv_pb2.SnapshotPart]
     """Every key that can be found here, for a follower of BlockEvents that has lost some."""
@@ -79,7 +79,7 @@ class KvStoreAsyncStub(KvStoreStub):
     GetStatistics: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetStatisticsRequest, _kv_pb2.Statistics]  # type: ignore[assignment]
     Fetch: _aio.UnaryStreamMultiCallable[_kv_pb2.FetchRequest, _kv_pb2.FetchPiece]  # type: ignore[assignment]
     """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
-    and what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
+    and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
     """
     Snapshot: _aio.UnaryStreamMultiCallable[_kv_pb2.SnapshotRequest, _kv_pb2.SnapshotPart]  # type: ignore[assignment]
     """Every key that can be found here, for a follower of BlockEvents that has lost some."""
@@ -154,7 +154,7 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.FetchPiece], _abc.AsyncIterator[_kv_pb2.FetchPiece]]:
         """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
-        and what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
+        and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
         """
 
     @_abc_1.abstractmethod

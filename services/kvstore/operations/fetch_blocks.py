@@ -135,9 +135,9 @@ class PeerTier:
             left_ms = until_ms - self._clock.monotonic_ms()
             if have == len(wanted.keys) or left_ms <= 0 or self._is_quiet(wanted):
                 return
-            # Only whom the caller named may still be computing; the others have it or do not.
-            patience_ms, hold = (left_ms, wanted.hold) if address in wanted.peers else (0, "")
-            request = PeerRequest(wanted.salt, wanted.keys, have, patience_ms, wanted.shared, hold)
+            # Only where a hold is, or is to come, may the blocks still be computed; the others have them or do not.
+            hold = wanted.hold if address in wanted.peers else ""
+            request = PeerRequest(wanted.salt, wanted.keys, have, left_ms, wanted.shared, hold)
             await self._fetch_from(address, request)
 
     async def _fetch_from(self, address: str, request: PeerRequest) -> None:

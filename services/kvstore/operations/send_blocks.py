@@ -48,7 +48,8 @@ class PeerService:
     async def send(self, request: PeerRequest) -> AsyncGenerator[Outgoing, None]:
         """Blocks of a chain in order until one is not here within `wait_ms`; each is leased until the next is wanted.
 
-        The hold that the request names ends after the last block of the chain. Cancelled, every lease is given back."""
+        Only for a request with a hold, the result of a prefill, are blocks awaited that are not stored yet. The hold
+        ends after the last block of the chain. Cancelled, every lease is given back."""
         until_ms = self._now() + min(request.wait_ms, WAIT_MS_MAX)
         sent = request.skip
         while sent < len(request.keys):
@@ -76,7 +77,7 @@ class PeerService:
 
         Idempotent; a lease that ends by itself, whatever becomes of the caller."""
         until_ms = self._now() + min(wait_ms, WAIT_MS_MAX)
-        await self._until_stored(PeerRequest(salt, keys, 0, 0, shared), keys, len(keys) - 1, until_ms)
+        await self._until_stored(PeerRequest(salt, keys, 0, 0, shared, handle.client_id), keys, len(keys) - 1, until_ms)
         return self._holds.hold(salt, keys, handle, self._now(), shared)
 
     def release_hold(self, salt: bytes, handle: str) -> bool:
@@ -88,9 +89,11 @@ class PeerService:
         return replace(self._counts, holds=self._holds.count())
 
     async def _until_stored(self, request: PeerRequest, keys: tuple[bytes, ...], sent: int, until_ms: int) -> None:
-        """Wait until more than `sent` leading keys are stored; no longer than until `until_ms`."""
+        """Wait until more than `sent` leading keys are stored; no longer than until `until_ms`.
+
+        For what lies on disk; and, if somebody is to hold the chain, for what is still being computed."""
         await self._service.promote(request.salt, keys, max(0, until_ms - self._now()), request.shared)
-        while self._table.run_length(request.salt, keys, request.shared) <= sent:
+        while request.hold and self._table.run_length(request.salt, keys, request.shared) <= sent:
             news, left_ms = self._service.news, until_ms - self._now()
             if left_ms <= 0:
                 return

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 
 from deploy.local.ports import free_ports
-from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
+from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc, loading_pb2
 
 READY_S = 20.0
 NO_NATS = "nats://127.0.0.1:1"
@@ -33,14 +33,16 @@ class KvStoreProcess:
         slot_bytes: int = 4096,
         nats_url: str = NO_NATS,
         data_dir: Path | str = "",
+        node_id: str = "node-1",
     ):
+        self.node_id = node_id
         self.grpc_port, self.ops_port = free_ports(2)
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.arena_path = folder / "arena"
         self._log = folder / "kvstore.log"
         self._environment = {
             **os.environ,
-            "ROUNDHOUSE_NODE_ID": "node-1",
+            "ROUNDHOUSE_NODE_ID": node_id,
             "ROUNDHOUSE_NATS_URL": nats_url,
             "ROUNDHOUSE_GRPC_PORT": str(self.grpc_port),
             "ROUNDHOUSE_OPS_PORT": str(self.ops_port),
@@ -68,6 +70,10 @@ class KvStoreProcess:
         """Send a signal; does not wait."""
         assert self._process is not None
         self._process.send_signal(number)
+
+    def state(self) -> loading_pb2.NodeState:
+        """What the loader of this node would say of it."""
+        return loading_pb2.NodeState(node_id=self.node_id, kvstore_address=self.address)
 
     def kill(self) -> None:
         """SIGKILL, as in a crash. Idempotent."""

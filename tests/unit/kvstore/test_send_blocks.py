@@ -54,7 +54,7 @@ async def test_a_sender_waits_for_blocks_that_are_being_computed() -> None:
     """2 blocks are there; the third is committed while the peer waits, and comes."""
     node, keys = Node(), chain("a", 3)
     store(node.table, keys[:2])
-    request = PeerRequest(SALT, tuple(keys), 0, 5_000)
+    request = PeerRequest(SALT, tuple(keys), 0, 5_000, hold="request-1/1")
     async with aclosing(node.peers.send(request)) as blocks:
         assert [(await anext(blocks)).place.key for _ in range(2)] == keys[:2]
         third = asyncio.ensure_future(anext(blocks))
