@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import httpx
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from starlette.routing import BaseRoute
 
 from roundhouse.catalogue.store import CatalogueReader, CatalogueView
 from roundhouse.clock import Clock, SystemClock
@@ -27,6 +29,7 @@ from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.http_app import public_app
 from services.gateway.adapters.http_requests import RequestReader
+from services.gateway.adapters.identity_tokens import IdentityTokens, Issuer, KeysAndTokens
 from services.gateway.adapters.key_directory import RedisKeyDirectory
 from services.gateway.adapters.kserve_grpc import KServeService
 from services.gateway.adapters.kserve_rest import KServeRoutes
@@ -78,6 +81,7 @@ class Addresses:
     grpc: int = 0
     admin: int = 0
     ops: int = 0
+    routes: list[BaseRoute] = field(default_factory=list)  # of the public HTTP port; a test walks them all
 
 
 def application(
@@ -118,7 +122,7 @@ class Gateway:
         self._stack.push_async_callback(redis.aclose)
         self._stack.push_async_callback(self._end_turns)
         catalogue = await self._catalogue(redis, bus)
-        keys = world.keys or RedisKeyDirectory(redis, world.clock, admin_key_hash=settings.admin_key_hash)
+        keys = await self._directory(redis)
         parts = await self._parts(bus, redis)
         self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
         reader = RequestReader(world.clock, body_bytes_max=settings.body_bytes_max, deadline_ms=settings.deadline_ms)
@@ -133,7 +137,8 @@ class Gateway:
             KServeService(parts, tensors, signatures, self._readiness, calls),
             NativeService(parts, texts, catalogue, calls),
         )
-        app = public_app([*openai.routes(), *kserve.routes()], self._readiness, keys.identify)
+        addresses.routes = [*openai.routes(), *kserve.routes()]
+        app = public_app(addresses.routes, self._readiness, keys.identify)
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
         )
@@ -147,6 +152,14 @@ class Gateway:
         bus = await connect_bus(self._settings.nats_url, name=f"gateway-{self._settings.instance_id}")
         self._stack.push_async_callback(bus.close)
         return bus
+
+    async def _directory(self, redis: Redis) -> KeyDirectory:
+        settings, world = self._settings, self._world
+        keys = world.keys or RedisKeyDirectory(redis, world.clock, admin_key_hash=settings.admin_key_hash)
+        if not settings.jwt_issuer:
+            return keys
+        client = await self._stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        return KeysAndTokens(keys, IdentityTokens(_issuer(settings), client, world.clock))
 
     async def _catalogue(self, redis: Redis, bus: EventBus) -> CatalogueView:
         if self._world.catalogue is not None:
@@ -260,6 +273,19 @@ class Gateway:
 
     def _stop_taking_work(self) -> None:
         self._readiness.set("serving", reason="draining")
+
+
+def _issuer(settings: GatewaySettings) -> Issuer:
+    return Issuer(
+        name=settings.jwt_issuer,
+        audience=settings.jwt_audience,
+        key_set_url=settings.jwt_jwks_url,
+        algorithms=settings.jwt_algorithms,
+        tenant_claim=settings.jwt_tenant_claim,
+        scope_claim=settings.jwt_scope_claim,
+        scopes=settings.jwt_scopes,
+        leeway_s=settings.jwt_leeway_seconds,
+    )
 
 
 def _read_declared(file: str) -> Declared:

@@ -1,8 +1,12 @@
 """Settings of the gateway. Read once at start; see `roundhouse.environment`."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from roundhouse.environment import ServiceSettings
+
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519"]
 
 
 class GatewaySettings(ServiceSettings):
@@ -14,6 +18,19 @@ class GatewaySettings(ServiceSettings):
     admin_key_hash: str = Field(
         default="", pattern="^([0-9a-f]{64})?$", description="SHA-256 of the bootstrap admin key, hex; empty = none"
     )
+    jwt_issuer: str = Field(default="", description="OIDC issuer whose tokens are taken beside keys; empty = none")
+    jwt_audience: str = Field(default="roundhouse", min_length=1, description="what a token's `aud` must hold")
+    jwt_jwks_url: str = Field(default="", description="the issuer's key set; empty = by OpenID Connect discovery")
+    jwt_algorithms: tuple[Algorithm, ...] = Field(
+        default=("RS256", "ES256"), description="signature algorithms that are believed, a JSON list"
+    )
+    jwt_tenant_claim: str = Field(default="tenant", description="claim with the tenant; dots go into objects")
+    jwt_scope_claim: str = Field(default="scope", description="claim with scopes: words in a string, or a list")
+    jwt_scopes: dict[str, Literal["inference", "usage:read", "admin"]] | None = Field(
+        default=None,
+        description="issuer's word → scope, a JSON object; empty = inference and usage:read",
+    )
+    jwt_leeway_seconds: int = Field(default=30, ge=0, le=300, description="how far the issuer's clock may be off")
     metering_url: str = Field(default="", description="http://host:port of metering's query API; empty = no usage API")
     catalogue_file: str = Field(default="", description="catalogue to apply at start; empty = none")
     body_bytes_max: int = Field(default=32 * 1024 * 1024, ge=1024, description="longest request body, bytes")

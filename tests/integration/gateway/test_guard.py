@@ -2,13 +2,17 @@
 
 import asyncio
 import http.client
+import re
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pool
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 
+from services.gateway.adapters.http_edge import EdgeRoute
 from services.gateway.adapters.kserve_grpc import SERVICE
 from tests.fakes.inference_node import FakeNode
 from tests.integration.gateway.running_gateway import KEYS, RunningGateway
@@ -59,6 +63,22 @@ def status(gateway: RunningGateway, method: str, path: str, key: str | None = No
         connection.close()
 
 
+async def test_every_live_route_is_guarded(gateway: RunningGateway, node: FakeNode) -> None:
+    """Case B05: the route table itself is walked, so that a route that is added is a route that is tested.
+
+    Without a key and with a wrong one every method of every route is 401; a walk with the key finds the routes."""
+    routes = [route for route in gateway.addresses.routes if isinstance(route, EdgeRoute)]
+    assert len(routes) == len(gateway.addresses.routes) > 15
+    for route in routes:
+        path = re.sub(r"{[^}]*}", "x", route.path)
+        for method in sorted(route.methods or ()):
+            for key in (None, "rh-wrong-key-00000000000000000000"):
+                assert await asyncio.to_thread(status, gateway, method, path, key) == 401, (method, path)
+            assert await asyncio.to_thread(status, gateway, method, path, KEYS["t1"]) != 401, (method, path)
+    assert node.calls == []
+    assert gateway.scheduler.submitted == []
+
+
 async def test_without_a_key_only_the_public_set_answers(gateway: RunningGateway, node: FakeNode) -> None:
     """Case B05: below 400 without a key are exactly liveness and readiness; no engine call is made by the sweep."""
     answered: set[tuple[str, str]] = set()
@@ -97,6 +117,36 @@ async def test_loading_is_not_for_tenants(gateway: RunningGateway) -> None:
             answer = await client.post(f"/v2/repository/models/m/{action}", json={})
             assert answer.status_code == 403
             assert set(answer.json()) == {"error"}
+
+
+async def test_every_live_grpc_service_is_guarded_or_public(gateway: RunningGateway) -> None:
+    """Case B05: the services that reflection lists are walked; only health and reflection answer without a key."""
+    public = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    pool = descriptor_pool.Default()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.addresses.grpc}") as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        [answer] = [message async for message in reflection.ServerReflectionInfo(asked)]
+        names = {service.name for service in answer.list_services_response.service}
+        assert public < names
+        for name in names - public:
+            for method in pool.FindServiceByName(name).methods:
+                call: Any = (
+                    channel.stream_stream(f"/{name}/{method.name}")
+                    if method.client_streaming
+                    else (channel.unary_stream(f"/{name}/{method.name}"))
+                )
+                empty = iter([b""]) if method.client_streaming else b""
+                for metadata in (None, (("authorization", "Bearer rh-wrong"),)):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await read_all(call(empty, metadata=metadata, timeout=30))
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, (name, method.name)
+
+
+async def read_all(call: Any) -> None:
+    """Read a stream to its end."""
+    async for _ in call:
+        pass
 
 
 async def test_every_grpc_method_needs_a_key(gateway: RunningGateway, node: FakeNode) -> None:
