@@ -7,14 +7,13 @@ means that the engine lives: a long prefill is never cut short.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-import grpc
 import structlog
 from tritonclient.grpc import service_pb2 as kserve
 
 from roundhouse.vocabulary import RequestId
+from services.gateway.adapters.node_call import Call, CallFailed
 from services.gateway.adapters.triton_tensors import generate_message
 from services.gateway.ports import EngineRequest
 
@@ -24,66 +23,90 @@ SILENCE_S = 2.0  # a guess: many decode steps long; a probe costs the engine one
 PROBE_TIMEOUT_S = 5.0
 _DEAD = "is not healthy"  # Triton's words for a Python-backend model whose process is gone
 
+BeginCall = Callable[[bytes, float], Awaitable[Call]]
+"""(message, seconds) → a call on the node of the stream."""
+
 
 def says_dead(text: str) -> bool:
     """Whether an error text of Triton means that the model's process is gone."""
     return _DEAD in text
 
 
-class SilenceWatch:
-    """Watches one stream: `heard()` at each reply; `dead` turns true, and the call is cancelled, if its engine died.
+class StreamWatch:
+    """One stream that is watched. Set `heard` at each reply; `dead` turns true, and the call is cancelled, if its
+    engine died."""
 
-    Use as an async context manager around the reading. One task a stream, no timer a token."""
+    __slots__ = ("call", "dead", "heard")
 
-    def __init__(self, stub: Any, call: Any, triton_model_name: str) -> None:
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.heard = True
         self.dead = False
-        self._stub = stub
-        self._call = call
-        self._model = triton_model_name
-        self._heard = False
-        self._task: asyncio.Task[None] | None = None
-
-    def heard(self) -> None:
-        """A reply came."""
-        self._heard = True
-
-    async def __aenter__(self) -> "SilenceWatch":
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait((self._task,))
-
-    async def _watch(self) -> None:
-        while True:
-            self._heard = False
-            await asyncio.sleep(SILENCE_S)  # the length of a silence, not a wait for an event
-            if not self._heard and await _is_dead(self._stub, self._model):
-                self.dead = True
-                self._call.cancel()
-                return
 
 
-async def _is_dead(stub: Any, triton_model_name: str) -> bool:
+class InstanceWatches:
+    """Watches all streams. One task and one probe for each instance that has any, however many streams."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, str], set[StreamWatch]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def add(self, address: str, triton_model_name: str, watch: StreamWatch, begin: BeginCall) -> None:
+        """From now on; `remove` it when the stream has ended."""
+        instance = (address, triton_model_name)
+        streams = self._streams.setdefault(instance, set())
+        streams.add(watch)
+        if instance not in self._tasks:
+            self._tasks[instance] = asyncio.create_task(self._watch(instance, begin), name="silence_watch")
+
+    def remove(self, address: str, triton_model_name: str, watch: StreamWatch) -> None:
+        """Not any more. Idempotent. The task ends at its next turn without streams."""
+        self._streams.get((address, triton_model_name), set()).discard(watch)
+
+    async def close(self) -> None:
+        """Stop watching."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, instance: tuple[str, str], begin: BeginCall) -> None:
+        try:
+            while True:
+                await asyncio.sleep(SILENCE_S)  # the length of a silence, not a wait for an event
+                streams = self._streams[instance]
+                if not streams:
+                    return
+                silent = [stream for stream in streams if not stream.heard]
+                for stream in streams:
+                    stream.heard = False
+                if silent and await _is_dead(begin, instance[1]):
+                    for stream in silent:
+                        stream.dead = not stream.heard
+                        if stream.dead:
+                            stream.call.cancel()
+        finally:
+            del self._streams[instance]
+            del self._tasks[instance]
+
+
+async def _is_dead(begin: BeginCall, triton_model_name: str) -> bool:
     """Ask with a request that every engine of the contract refuses at once: it wants no token."""
-    call = stub.ModelStreamInfer(_once(_probe(triton_model_name)), timeout=PROBE_TIMEOUT_S)
     try:
-        async for reply in call:
-            return says_dead(reply.error_message)
-    except grpc.aio.AioRpcError:
-        return False  # the stream's own call will be told the same; nothing to add
+        call = await begin(_probe(triton_model_name), PROBE_TIMEOUT_S)
+    except (CallFailed, OSError, TimeoutError):
+        return False  # the stream's own call is told the same; nothing to add
+    try:
+        for message in await call.read():
+            return says_dead(kserve.ModelStreamInferResponse.FromString(message).error_message)
+    except CallFailed:
+        return False
     finally:
         call.cancel()
     return False
 
 
-async def _once(message: kserve.ModelInferRequest) -> AsyncIterator[kserve.ModelInferRequest]:
-    yield message
-
-
-def _probe(triton_model_name: str) -> kserve.ModelInferRequest:
+def _probe(triton_model_name: str) -> bytes:
     request = EngineRequest(
         request_id=RequestId("probe"),
         text_input="",
@@ -95,4 +118,4 @@ def _probe(triton_model_name: str) -> kserve.ModelInferRequest:
         adapter_path="",
         adapter_digest="",
     )
-    return generate_message(triton_model_name, request)
+    return bytes(generate_message(triton_model_name, request).SerializeToString())

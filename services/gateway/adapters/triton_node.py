@@ -1,14 +1,16 @@
-"""`InferenceNode` on real Triton servers: one gRPC channel a node, one stream a request.
+"""`InferenceNode` on real Triton servers: one connection a node, one stream a request.
 
-Cancelling the stream cancels the request on the node (tried: the model's `is_cancelled()` turns true). The channel's
+Cancelling the stream cancels the request on the node (tried: the model's `is_cancelled()` turns true). The connection's
 keepalive notices a dead or stopped node within 15 s; a model process that died on a living node is found by
-`silent_streams`; anything else that produces nothing is bounded by the deadline.
+`silent_streams`; anything else that produces nothing is bounded by the deadline. Token streams have a connection of
+their own kind (`node_connection`); calls of tensor models, one message each way, go over grpc.aio.
 Decision: docs/decisions/0091-triton-streams.md.
 """
 
 import asyncio
 import re
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -18,8 +20,11 @@ from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 from roundhouse.errors import DeadlinePassed, EngineFailed, InvalidInput
 from roundhouse.grpc_edge import open_channel
 from roundhouse.wire.v1.scheduling_pb2 import Placement
-from services.gateway.adapters.silent_streams import SilenceWatch, says_dead
-from services.gateway.adapters.triton_tensors import chunk_of, generate_message, infer_message, reply_of
+from services.gateway.adapters.node_call import DEADLINE_EXCEEDED, Call, CallFailed
+from services.gateway.adapters.node_connection import NodeConnection
+from services.gateway.adapters.silent_streams import InstanceWatches, StreamWatch, says_dead
+from services.gateway.adapters.triton_chunks import ChunkReading
+from services.gateway.adapters.triton_tensors import generate_message, infer_message, reply_of
 from services.gateway.ports import EngineChunk, EngineRequest, InstanceBroken, TensorReply, TensorRequest
 
 log = structlog.get_logger(__name__)
@@ -27,6 +32,8 @@ log = structlog.get_logger(__name__)
 # Contract: "invalid_request: <param>: why" and "context_length_exceeded: why". Triton may put words before them.
 _INVALID = re.compile(r"invalid_request: (?P<param>[a-z_]+): (?P<why>.*)", re.DOTALL)
 _TOO_LONG = re.compile(r"context_length_exceeded: (?P<why>.*)", re.DOTALL)
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+CONNECT_TIMEOUT_S = 1.0  # as `grpc_edge.open_channel`: long for a network, short for a caller
 CODE_CHARACTERS_MAX = 40  # an engine's error code; what follows it may quote a prompt and is not logged
 
 
@@ -34,33 +41,63 @@ class TritonNodes:
     """See `InferenceNode`. `close` when no stream runs any more."""
 
     def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}  # for calls of tensor models
+        self._connections: dict[str, NodeConnection] = {}  # for streams
+        self._opening: dict[str, asyncio.Task[NodeConnection]] = {}
+        self._watches = InstanceWatches()
 
     async def generate(
         self, placement: Placement, request: EngineRequest, *, timeout_ms: int
     ) -> AsyncGenerator[EngineChunk, None]:
-        """See `InferenceNode.generate`."""
-        message = generate_message(placement.triton_model_name, request)
-        stub = self._stub(placement)
-        call = stub.ModelStreamInfer(iter((message,)), timeout=timeout_ms / 1000)
-        watch = SilenceWatch(stub, call, placement.triton_model_name)
+        """See `InferenceNode.generate`. Tokens that are ready together come as one chunk."""
+        address, model = placement.triton_grpc_address, placement.triton_model_name
+        message = generate_message(model, request).SerializeToString()
         try:
-            async with watch:
-                async for reply in call:
-                    watch.heard()
-                    if reply.error_message:
-                        raise engine_error(reply.error_message, placement)
-                    if reply.infer_response.outputs:  # an empty one only marks the end
-                        yield chunk_of(reply.infer_response)
-        except grpc.aio.AioRpcError as error:
-            _raise(error, placement)
-        except asyncio.CancelledError:
-            if not watch.dead:
-                raise
-            log.warning("engine_died", node=placement.node_id, model=placement.triton_model_name)
-            raise InstanceBroken("The engine died while it ran the request.") from None
+            call = await self._begin(address, message, timeout_ms / 1000)
+        except (CallFailed, OSError, TimeoutError) as error:
+            _raise_failed(error, placement)
+        watch = StreamWatch(call)
+        self._watches.add(address, model, watch, partial(self._begin, address))
+        reading = ChunkReading()
+        try:
+            while messages := await call.read():
+                watch.heard = True
+                chunk, error_text = reading.chunk(messages)
+                if chunk is not None:
+                    yield chunk
+                if error_text:
+                    raise engine_error(error_text, placement)
+        except CallFailed as error:
+            if watch.dead:
+                log.warning("engine_died", node=placement.node_id, model=model)
+                raise InstanceBroken("The engine died while it ran the request.") from error
+            _raise_failed(error, placement)
         finally:
+            self._watches.remove(address, model, watch)
             call.cancel()  # no effect on a stream that has ended
+
+    async def _begin(self, address: str, message: bytes, timeout_s: float) -> Call:
+        """Begin a stream on the node's connection, which is opened first if need be.
+
+        Raises CallFailed, OSError, TimeoutError."""
+        connection = self._connections.get(address)
+        if connection is None or not connection.usable:
+            connection = await self._connected(address, min(timeout_s, CONNECT_TIMEOUT_S))
+        return await connection.call(message, timeout_s)
+
+    async def _connected(self, address: str, timeout_s: float) -> NodeConnection:
+        """One attempt at a time for each node, shared by all who wait for it."""
+        opening = self._opening.get(address)
+        if opening is None:
+            opening = asyncio.create_task(NodeConnection.open(address, STREAM_METHOD, timeout_s))
+            self._opening[address] = opening
+            opening.add_done_callback(lambda done: self._opened(address, done))
+        return await asyncio.shield(opening)
+
+    def _opened(self, address: str, opening: "asyncio.Task[NodeConnection]") -> None:
+        del self._opening[address]
+        if not opening.cancelled() and opening.exception() is None:
+            self._connections[address] = opening.result()
 
     async def infer(self, placement: Placement, request: TensorRequest, *, timeout_ms: int) -> TensorReply:
         """See `InferenceNode.infer`. A decoupled model must give exactly one response."""
@@ -73,7 +110,13 @@ class TritonNodes:
             _raise(error, placement)
 
     async def close(self) -> None:
-        """Close all channels. Streams that still run end with EngineFailed."""
+        """Close all connections. Streams that still run end with EngineFailed."""
+        await self._watches.close()
+        for opening in list(self._opening.values()):
+            opening.cancel()
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            connection.close()
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
@@ -104,4 +147,12 @@ def _raise(error: grpc.aio.AioRpcError, placement: Placement) -> NoReturn:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         raise DeadlinePassed("The deadline of the request passed.") from error
     log.warning("node_failed", node=placement.node_id, model=placement.triton_model_name, status=error.code().name)
+    raise EngineFailed("The node that ran the request failed.") from error
+
+
+def _raise_failed(error: Exception, placement: Placement) -> NoReturn:
+    status = error.status if isinstance(error, CallFailed) else None
+    if status == DEADLINE_EXCEEDED:
+        raise DeadlinePassed("The deadline of the request passed.") from error
+    log.warning("node_failed", node=placement.node_id, model=placement.triton_model_name, status=status)
     raise EngineFailed("The node that ran the request failed.") from error

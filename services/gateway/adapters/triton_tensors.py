@@ -6,7 +6,7 @@ little-endian; a BYTES element has its length in 4 bytes before it.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from tritonclient.grpc import service_pb2 as kserve
@@ -59,13 +59,18 @@ def _details(request: EngineRequest) -> dict[str, object]:
 
 def chunk_of(response: kserve.ModelInferResponse) -> EngineChunk:
     """One response of a generation. Outputs that are left out, or unknown, are ignored."""
+    return chunk_of_contents([output.name for output in response.outputs], response.raw_output_contents)
+
+
+def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> EngineChunk:
+    """One response of a generation, from the names of its outputs and their contents."""
     text, finish, counted = "", None, 0
     input_tokens: int | None = None
     cached: int | None = None
     logprobs: str | None = None
     embedding: tuple[float, ...] | None = None
-    for output, data in zip(response.outputs, response.raw_output_contents, strict=True):
-        match output.name:
+    for name, data in zip(names, contents, strict=True):
+        match name:
             case "text_output":
                 text = _first_text(data)
             case "finish_reason":

@@ -1,0 +1,114 @@
+"""What a language-model instance sends, read fast: all messages that are ready together become one chunk.
+
+Within one stream all messages begin with the same bytes (names, types and shapes of the outputs); the first one is read
+by protobuf, and those that begin like it only by the lengths of their contents. Anything else goes through protobuf.
+Source: the KServe v2 gRPC messages and the encoding of protobuf.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tritonclient.grpc import service_pb2 as kserve
+
+from services.gateway.adapters.triton_tensors import chunk_of, chunk_of_contents
+from services.gateway.ports import EngineChunk
+
+_INFER_RESPONSE_TAG = 0x12  # ModelStreamInferResponse.infer_response = 2, length-delimited
+_CONTENTS_TAG = 0x32  # ModelInferResponse.raw_output_contents = 6, length-delimited
+
+
+class ChunkReading:
+    """Reads the messages of one stream."""
+
+    def __init__(self) -> None:
+        self._head = b""  # of a ModelInferResponse, up to its first content
+        self._names: tuple[str, ...] = ()
+
+    def chunk(self, messages: Sequence[bytes]) -> tuple[EngineChunk | None, str]:
+        """What the messages say together, and the engine's error if it has ended with one.
+
+        Raises protobuf's DecodeError for what is no message of the protocol."""
+        chunks: list[EngineChunk] = []
+        for message in messages:
+            chunk, error = self._one(message)
+            if error:
+                return _joined(chunks), error
+            if chunk is not None:
+                chunks.append(chunk)
+        return _joined(chunks), ""
+
+    def _one(self, message: bytes) -> tuple[EngineChunk | None, str]:
+        contents = self._contents(message)
+        if contents is not None:
+            return chunk_of_contents(self._names, contents), ""
+        reply = kserve.ModelStreamInferResponse.FromString(message)
+        if reply.error_message:
+            return None, str(reply.error_message)
+        response = reply.infer_response
+        if not response.outputs:  # it only marks the end
+            return None, ""
+        self._remember(response)
+        return chunk_of(response), ""
+
+    def _contents(self, message: bytes) -> list[bytes] | None:
+        """The contents of a message that begins as the first one did; None for every other."""
+        if not self._head or message[:1] != b"\x12":
+            return None
+        size, at = _varint(message, 1)
+        end, begin = at + size, at
+        at += len(self._head)
+        if end != len(message) or message[begin:at] != self._head:
+            return None
+        contents: list[bytes] = []
+        while at < end:
+            if message[at] != _CONTENTS_TAG:
+                return None
+            length, at = _varint(message, at + 1)
+            contents.append(message[at : at + length])
+            at += length
+        return contents if at == end and len(contents) == len(self._names) else None
+
+    def _remember(self, response: kserve.ModelInferResponse) -> None:
+        head = kserve.ModelInferResponse()
+        head.CopyFrom(response)
+        del head.raw_output_contents[:]
+        self._head = head.SerializeToString()
+        self._names = tuple(output.name for output in response.outputs)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends. Raises IndexError if it is cut off."""
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while True:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+
+
+def _joined(chunks: list[EngineChunk]) -> EngineChunk | None:
+    """One chunk of several that came together; the counts of the prompt are those that came first."""
+    if len(chunks) < 2:
+        return chunks[0] if chunks else None
+    cached = next((chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None), None)
+    vectors = [chunk.embedding for chunk in chunks if chunk.embedding is not None]
+    return replace(
+        chunks[0],
+        text="".join([chunk.text for chunk in chunks]),
+        output_tokens=sum([chunk.output_tokens for chunk in chunks]),
+        cached_tokens=cached,
+        finish_reason=chunks[-1].finish_reason,
+        logprobs=_joined_lists([chunk.logprobs for chunk in chunks if chunk.logprobs]),
+        embedding=vectors[-1] if vectors else None,
+    )
+
+
+def _joined_lists(texts: list[str]) -> str | None:
+    """Several JSON lists as one."""
+    inner = [text.strip()[1:-1] for text in texts]
+    return f"[{','.join(part for part in inner if part.strip())}]" if texts else None

@@ -1,0 +1,79 @@
+"""Messages of a language-model instance, read together."""
+
+import json
+
+from tritonclient.grpc import service_pb2 as kserve
+
+from services.gateway.adapters.triton_chunks import ChunkReading
+from services.gateway.adapters.triton_tensors import chunk_of
+
+
+def message(
+    text: str, *, tokens: int = 1, finish: str = "null", logprobs: str = "", name: str = "m", **more: str
+) -> bytes:
+    """One message as an engine sends it."""
+    response = kserve.ModelInferResponse(model_name="m", model_version="1", id="r1")
+    texts = {"text_output": text, "finish_reason": finish, **({"logprobs": logprobs} if logprobs else {}), **more}
+    for output, value in texts.items():
+        response.outputs.add(name=output, datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(len(value.encode()).to_bytes(4, "little") + value.encode())
+    response.outputs.add(name="num_output_tokens", datatype="UINT32", shape=[1])
+    response.raw_output_contents.append(tokens.to_bytes(4, "little"))
+    return bytes(kserve.ModelStreamInferResponse(infer_response=response).SerializeToString())
+
+
+def test_messages_that_came_together_are_one_chunk() -> None:
+    """Three tokens: their texts joined, their counts added, the reason of the last, the cache count of the first."""
+    reading = ChunkReading()
+    first = message("Hä", roundhouse='{"cached_tokens":4}')
+    chunk, error = reading.chunk([first, message("llo"), message("!" * 300, tokens=2, finish="stop")])
+    assert chunk is not None
+    assert (chunk.text, chunk.output_tokens, chunk.finish_reason) == ("Hällo" + "!" * 300, 4, "stop")
+    assert (chunk.cached_tokens, error) == (4, "")
+
+
+def test_the_short_way_reads_what_protobuf_reads() -> None:
+    """For texts of 0 to 20,000 bytes (lengths of one to three bytes), each read alone after a first one."""
+    reading = ChunkReading()
+    reading.chunk([message("first")])
+    for size in (0, 1, 127, 128, 255, 16_383, 16_384, 20_000):
+        data = message("ä" * (size // 2), tokens=size)
+        expected = chunk_of(kserve.ModelStreamInferResponse.FromString(data).infer_response)
+        assert reading.chunk([data]) == (expected, "")
+
+
+def test_a_message_of_another_shape_goes_through_protobuf() -> None:
+    """The last message has one output more: nothing of it is lost."""
+    reading = ChunkReading()
+    reading.chunk([message("a")])
+    chunk, _ = reading.chunk([message("b", finish="length", roundhouse='{"cached_tokens":2}')])
+    assert chunk is not None
+    assert (chunk.text, chunk.finish_reason, chunk.cached_tokens) == ("b", "length", 2)
+
+
+def test_tokens_before_an_error_are_given_with_it() -> None:
+    """Case B29: two tokens came together with the failure."""
+    failed = kserve.ModelStreamInferResponse(error_message="boom").SerializeToString()
+    chunk, error = ChunkReading().chunk([message("a"), message("b"), failed])
+    assert chunk is not None
+    assert (chunk.text, chunk.output_tokens, error) == ("ab", 2, "boom")
+
+
+def test_logprobs_of_several_are_one_list() -> None:
+    """Lists are joined in order; an empty one adds nothing."""
+    reading = ChunkReading()
+    parts = [
+        message("a", logprobs='[{"id":1}]'),
+        message("", logprobs="[]"),
+        message("b", logprobs='[{"id":2}, {"id":3}]'),
+    ]
+    chunk, _ = reading.chunk(parts)
+    assert chunk is not None
+    assert chunk.logprobs is not None
+    assert [entry["id"] for entry in json.loads(chunk.logprobs)] == [1, 2, 3]
+
+
+def test_the_mark_of_the_end_is_no_chunk() -> None:
+    """Triton's empty final response."""
+    end = kserve.ModelStreamInferResponse(infer_response=kserve.ModelInferResponse(model_name="m"))
+    assert ChunkReading().chunk([end.SerializeToString()]) == (None, "")
