@@ -18,7 +18,7 @@ PHASES = ("full", "embed", "prefill", "decode")
 REQUEST_ID_CHARACTERS_MAX = 256
 PEERS_MAX = 8
 PATIENCE_MS_MAX = 2_000  # a guess: 4 GB from a peer at 2 GB/s; nobody should wait longer without a sign of life
-PATIENCE_MS_DEFAULT = 20  # before anything has been measured
+PATIENCE_MS_MIN = 20  # also before anything has been measured; a guess at what nobody notices
 PATIENCE_SHARE = 0.5  # of the time to compute what is awaited
 
 
@@ -105,9 +105,7 @@ def await_prefix(model: LoadedModel, call: Call) -> Call:
     request = call.request
     tokens = request.prefix.more * BLOCK_TOKENS
     measured = model.engine.prefill_ms_a_token
-    patience_ms = int(min(PATIENCE_MS_MAX, PATIENCE_SHARE * tokens * measured if measured else PATIENCE_MS_DEFAULT))
-    if patience_ms <= 0:
-        return call
+    patience_ms = int(min(PATIENCE_MS_MAX, max(PATIENCE_MS_MIN, PATIENCE_SHARE * tokens * measured)))
     deeper = _look_up(model, request, patience_ms)
     if len(deeper.blocks) <= len(request.prefix.blocks):
         deeper.release()
