@@ -196,6 +196,9 @@ class RatedRecord(_message.Message):
     CURRENCY_FIELD_NUMBER: _builtins.int
     AMOUNT_FIELD_NUMBER: _builtins.int
     RECORDED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
+    REVERSAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """of the ledger, rising, without gaps"""
     idempotency_key: _builtins.str
@@ -204,8 +207,16 @@ class RatedRecord(_message.Message):
     amount: _builtins.str
     """decimal"""
     recorded_unix_ms: _builtins.int
+    kind: _builtins.str
+    """usage, late, supersedes, rerates; empty in records of old ledgers = usage"""
+    period: _builtins.str
+    """month that the amount is booked in, such as 2026-11"""
     @_builtins.property
     def event(self) -> Global___UsageEvent: ...
+    @_builtins.property
+    def reversal(self) -> Global___Reversal:
+        """of a correction: what it takes back"""
+
     def __init__(
         self,
         *,
@@ -216,11 +227,98 @@ class RatedRecord(_message.Message):
         currency: _builtins.str = ...,
         amount: _builtins.str = ...,
         recorded_unix_ms: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        period: _builtins.str = ...,
+        reversal: Global___Reversal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "reversal", b"reversal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "currency", b"currency", "event", b"event", "idempotency_key", b"idempotency_key", "price_id", b"price_id", "recorded_unix_ms", b"recorded_unix_ms", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "currency", b"currency", "event", b"event", "idempotency_key", b"idempotency_key", "kind", b"kind", "period", b"period", "price_id", b"price_id", "recorded_unix_ms", b"recorded_unix_ms", "reversal", b"reversal", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RatedRecord: _TypeAlias = RatedRecord  # noqa: Y015
+
+@_typing.final
+class Reversal(_message.Message):
+    """What a correction takes back. To keep sums by period: add the record's amount to its period, and take this amount out
+    of this period. It is what the corrected record said.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """of the corrected record"""
+    period: _builtins.str
+    """where it is taken back: its own period, or the first open one if that is closed"""
+    currency: _builtins.str
+    amount: _builtins.str
+    """decimal"""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        period: _builtins.str = ...,
+        currency: _builtins.str = ...,
+        amount: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "currency", b"currency", "period", b"period", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reversal: _TypeAlias = Reversal  # noqa: Y015
+
+@_typing.final
+class BudgetAlert(_message.Message):
+    """A tenant's spend passed a share of its budget, told once a period. Payload of
+    rh.v1.billing.<tenant>.budget.<period>.<percent>.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
+    PERCENT_FIELD_NUMBER: _builtins.int
+    SPENT_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_MS_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    period: _builtins.str
+    """"2026-11" or "2026-11-30", UTC"""
+    percent: _builtins.int
+    """50, 80 or 100: reached"""
+    spent: _builtins.str
+    """decimal, in the budget's currency"""
+    budget: _builtins.str
+    """decimal"""
+    currency: _builtins.str
+    sequence: _builtins.int
+    """of the ledger: spent includes every row up to it"""
+    time_unix_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        period: _builtins.str = ...,
+        percent: _builtins.int = ...,
+        spent: _builtins.str = ...,
+        budget: _builtins.str = ...,
+        currency: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        time_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "currency", b"currency", "percent", b"percent", "period", b"period", "sequence", b"sequence", "spent", b"spent", "tenant_id", b"tenant_id", "time_unix_ms", b"time_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BudgetAlert: _TypeAlias = BudgetAlert  # noqa: Y015
