@@ -25,6 +25,8 @@ USAGE_STREAM = "USAGE"
 USAGE_SUBJECTS = f"{_PREFIX}.usage.>"
 BILLING_STREAM = "BILLING"
 BILLING_SUBJECTS = f"{_PREFIX}.billing.>"
+BILLING_RECORDS = f"{_PREFIX}.billing.*"  # rated records alone
+BUDGET_ALERTS = f"{_PREFIX}.billing.*.budget.>"
 AUDIT_STREAM = "AUDIT"
 AUDIT_SUBJECTS = f"{_PREFIX}.audit.>"
 NODES_BUCKET = "nodes"
@@ -60,6 +62,11 @@ def usage(tenant_id: str) -> str:
 def billing(tenant_id: str) -> str:
     """Rated records of one tenant (JetStream BILLING)."""
     return f"{_PREFIX}.billing.{encode_token(tenant_id)}"
+
+
+def budget_alert(tenant_id: str, period: str, percent: int) -> str:
+    """Where it is told that a tenant reached a share of its budget (JetStream BILLING). One message each, ever."""
+    return f"{billing(tenant_id)}.budget.{encode_token(period)}.{percent}"
 
 
 def audit(what: str) -> str:

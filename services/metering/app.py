@@ -12,6 +12,7 @@ from typing import Final
 
 import structlog
 
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.store import CatalogueReader
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.event_bus import NatsBus, connect_bus
@@ -20,14 +21,19 @@ from roundhouse.ops_server import Readiness, serve_http, serve_ops
 from roundhouse.redis_edge import open_redis
 from services.metering.adapters.accounts_api import MoneyServices, accounts_router
 from services.metering.adapters.billing_stream import JetStreamBilling
+from services.metering.adapters.budget_alerts import StreamAlerts
+from services.metering.adapters.budget_store import RedisBudgets
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.signing import PeriodSigner
 from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
+from services.metering.adapters.sql_spend import SqlSpend
 from services.metering.adapters.usage_api import usage_api
 from services.metering.adapters.usage_stream import JetStreamUsage
+from services.metering.operations.budgeting import TURN_MS as BUDGETS_MS
+from services.metering.operations.budgeting import BudgetFeed
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
 from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import Publisher
@@ -82,6 +88,8 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             lifecycle.every(CONDITIONS_MS, watch.conditions, "metering_conditions")
             lifecycle.every(GAUGES_MS, watch.gauges, "metering_gauges")
             lifecycle.every(FOLD_EVERY_MS, Folding(ledger).turn, "metering_folding")
+            budgets = await _budgets(settings, ledger, bus, prices, using.clock, stack)
+            lifecycle.every(BUDGETS_MS, budgets.turn, "metering_budgets")
             await stack.enter_async_context(_working(lifecycle, recorder, publisher, settings.drain_seconds))
             log.info("metering_started", http_port=using.http_port, ops_port=using.ops_port)
             yield
@@ -126,6 +134,20 @@ def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, 
         rerating=SqlRerating(ledger.database),
         clock=clock,
     )
+
+
+async def _budgets(
+    settings: MeteringSettings,
+    ledger: SqlLedger,
+    bus: NatsBus,
+    prices: PriceSource,
+    clock: Clock,
+    stack: AsyncExitStack,
+) -> BudgetFeed:
+    redis = open_redis(settings.redis_url)
+    stack.push_async_callback(redis.aclose)
+    alerts = StreamAlerts(bus, BusAuditTrail(bus, clock))
+    return BudgetFeed(SqlSpend(ledger.database), RedisBudgets(redis), alerts, prices, clock)
 
 
 async def _catalogue(

@@ -5,11 +5,14 @@ Each fake passes the contract suite of the real adapter (`tests/contract/test_le
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Protocol
 
 from msgspec import Struct
 
 from roundhouse.catalogue.records import Catalogue
+from roundhouse.wire.v1 import usage_pb2
+from services.metering.domain.budgets import SpendRow, SpendSums
 from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
 from services.metering.domain.prices import PriceBook, PriceRule
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
@@ -223,4 +226,56 @@ class Observer(Protocol):
 
     def condition(self, name: str, *, reason: str | None) -> None:
         """A condition of readiness holds (`reason` None) or why it does not."""
+        ...
+
+
+class SpendPage(Struct, frozen=True):
+    """Some ledger rows as they bear on budgets, and the last sequence of the ledger when they were read."""
+
+    head: int
+    rows: tuple[SpendRow, ...]
+
+
+class SpendLedger(Protocol):
+    """The ledger, as budgets read it. Raises Unavailable while the database is away."""
+
+    async def following(self, sequence: int, *, limit: int) -> SpendPage:
+        """The rows after `sequence`, in order."""
+        ...
+
+    async def sums(self, now_ms: int) -> tuple[int, SpendSums]:
+        """The last sequence, and the sums of the month and the day that hold `now_ms` up to it, as of one instant."""
+        ...
+
+
+class TenantSpend(Struct, frozen=True):
+    """What one tenant has spent as of a ledger row, and the requests whose rows are new in it."""
+
+    tenant_id: str
+    sequence: int
+    sums: dict[tuple[str, str], Decimal]  # (period, currency) → amount, of every period that is not over
+    counted: tuple[tuple[int, str], ...] = ()  # (sequence of the row, request id)
+
+
+class BudgetStore(Protocol):
+    """Where gateways read what was spent. Raises Unavailable while it is away."""
+
+    async def write(self, spends: Sequence[TenantSpend]) -> None:
+        """Tell what tenants have spent. Idempotent, and never goes back to an earlier sequence."""
+        ...
+
+    async def known(self) -> int | None:
+        """The sequence of `remember`; None if the store lost it, and so perhaps everything."""
+        ...
+
+    async def remember(self, sequence: int) -> None:
+        """Every tenant was told everything up to `sequence`."""
+        ...
+
+
+class BudgetAlerts(Protocol):
+    """Where it is told that a budget is used up to a share."""
+
+    async def tell(self, alert: usage_pb2.BudgetAlert) -> bool:
+        """Tell it unless it was told before; whether it was told now. Raises Unavailable."""
         ...
