@@ -459,6 +459,7 @@ class Finished(_message.Message):
     INSTANCE_BROKEN_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_NODE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     lease_id: _builtins.str
@@ -475,6 +476,8 @@ class Finished(_message.Message):
     """of the instance it ran on"""
     first_token_ms: _builtins.int
     """from the start of the stream to the first output; 0 = none came"""
+    first_token_node_id: _builtins.str
+    """where the prompt ran, if that was another node"""
     def __init__(
         self,
         *,
@@ -490,10 +493,11 @@ class Finished(_message.Message):
         instance_broken: _builtins.bool = ...,
         node_id: _builtins.str = ...,
         first_token_ms: _builtins.int = ...,
+        first_token_node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "first_token_ms", b"first_token_ms", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "first_token_ms", b"first_token_ms", "first_token_node_id", b"first_token_node_id", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,22 +534,16 @@ class ExplainReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WAITING_FIELD_NUMBER: _builtins.int
-    FORECASTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingModel]: ...
-    @_builtins.property
-    def forecasts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forecast]:
-        """of the model asked for"""
-
     def __init__(
         self,
         *,
         waiting: _abc.Iterable[Global___WaitingModel] | None = ...,
-        forecasts: _abc.Iterable[Global___Forecast] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forecasts", b"forecasts", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -597,100 +595,6 @@ class WaitingModel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WaitingModel: _TypeAlias = WaitingModel  # noqa: Y015
-
-@_typing.final
-class Forecast(_message.Message):
-    """What a model is expected to be asked for, and what it is worth to keep."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class LossByPredictorEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    POOL_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    PREDICTOR_FIELD_NUMBER: _builtins.int
-    LOSS_BY_PREDICTOR_FIELD_NUMBER: _builtins.int
-    ARRIVALS_FIELD_NUMBER: _builtins.int
-    IDLE_MS_FIELD_NUMBER: _builtins.int
-    NEXT_MS_P10_FIELD_NUMBER: _builtins.int
-    NEXT_MS_P50_FIELD_NUMBER: _builtins.int
-    NEXT_MS_P90_FIELD_NUMBER: _builtins.int
-    WORTH_PER_S_FIELD_NUMBER: _builtins.int
-    VALUE_PER_MIB_S_FIELD_NUMBER: _builtins.int
-    RELOAD_MS_FIELD_NUMBER: _builtins.int
-    REPLICAS_FIELD_NUMBER: _builtins.int
-    REPLICAS_WANTED_FIELD_NUMBER: _builtins.int
-    WHY_REPLICAS_FIELD_NUMBER: _builtins.int
-    PLAN_FIELD_NUMBER: _builtins.int
-    pool: _builtins.str
-    predictor: _builtins.str
-    arrivals: _builtins.int
-    idle_ms: _builtins.int
-    next_ms_p10: _builtins.int
-    """from now"""
-    next_ms_p50: _builtins.int
-    next_ms_p90: _builtins.int
-    worth_per_s: _builtins.float
-    """arrivals served warm per second of a place in memory"""
-    value_per_mib_s: _builtins.float
-    """ms of waiting saved per MiB and second"""
-    reload_ms: _builtins.int
-    replicas: _builtins.int
-    replicas_wanted: _builtins.int
-    why_replicas: _builtins.str
-    plan: _builtins.str
-    """what is done about it now, in words"""
-    @_builtins.property
-    def version(self) -> _vocabulary_pb2.ModelVersion: ...
-    @_builtins.property
-    def loss_by_predictor(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """mean log score of the last gaps, nats; less is better"""
-
-    def __init__(
-        self,
-        *,
-        pool: _builtins.str = ...,
-        version: _vocabulary_pb2.ModelVersion | None = ...,
-        predictor: _builtins.str = ...,
-        loss_by_predictor: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        arrivals: _builtins.int = ...,
-        idle_ms: _builtins.int = ...,
-        next_ms_p10: _builtins.int = ...,
-        next_ms_p50: _builtins.int = ...,
-        next_ms_p90: _builtins.int = ...,
-        worth_per_s: _builtins.float = ...,
-        value_per_mib_s: _builtins.float = ...,
-        reload_ms: _builtins.int = ...,
-        replicas: _builtins.int = ...,
-        replicas_wanted: _builtins.int = ...,
-        why_replicas: _builtins.str = ...,
-        plan: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "idle_ms", b"idle_ms", "loss_by_predictor", b"loss_by_predictor", "next_ms_p10", b"next_ms_p10", "next_ms_p50", b"next_ms_p50", "next_ms_p90", b"next_ms_p90", "plan", b"plan", "pool", b"pool", "predictor", b"predictor", "reload_ms", b"reload_ms", "replicas", b"replicas", "replicas_wanted", b"replicas_wanted", "value_per_mib_s", b"value_per_mib_s", "version", b"version", "why_replicas", b"why_replicas", "worth_per_s", b"worth_per_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Forecast: _TypeAlias = Forecast  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):

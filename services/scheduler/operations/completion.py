@@ -10,6 +10,7 @@ from itertools import islice
 from roundhouse.clock import Clock
 from roundhouse.vocabulary import NodeId, Outcome, PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
+from roundhouse.wire.v1 import vocabulary_pb2
 from services.scheduler.domain.records import (
     AttemptId,
     Ending,
@@ -19,7 +20,9 @@ from services.scheduler.domain.records import (
     Tokens,
     VersionKey,
     attempt_id,
+    instance_key,
 )
+from services.scheduler.domain.speeds import FirstToken, Speeds
 from services.scheduler.operations import deliveries
 from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.dispatch import Dispatcher
@@ -41,10 +44,12 @@ class Completion:
         instruments: Instruments,
         broken: BrokenInstances,
         foresight: Foresight,
+        speeds: Speeds,
     ) -> None:
         self._store = store
         self._broken = broken
         self._foresight = foresight
+        self._speeds = speeds
         self._dispatcher = dispatcher
         self._clock = clock
         self._instruments = instruments
@@ -79,8 +84,15 @@ class Completion:
             if isinstance(answer, Settled):
                 self._instruments.ended(pool, Outcome.from_wire(report.outcome))
                 self._foresight.ended(pool, answer.version, report.run_ms)
+                self._learn(report, answer.version)
         for attempt in list(islice(self._settled, max(0, len(self._settled) - SETTLED_MAX))):
             del self._settled[attempt]
+
+    def _learn(self, report: wire.Finished, version: VersionKey) -> None:
+        if report.outcome == vocabulary_pb2.OUTCOME_DONE and report.node_id:
+            uncached = max(0, report.input_tokens - report.cached_tokens)
+            instance = instance_key(NodeId(report.first_token_node_id or report.node_id), version)
+            self._speeds.learn(FirstToken(instance, version, uncached, report.first_token_ms))
 
     async def cancelled(self, cancel: wire.Cancel) -> None:
         """Take a request out of its queue; one that runs ends by its own report. Raises Unavailable."""
