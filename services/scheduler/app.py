@@ -23,26 +23,40 @@ from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import PoolName
 from services.scheduler.adapters.bus_edge import BusGatewayLink, BusHandlers, BusUsageOutlet
 from services.scheduler.adapters.forecast_edge import ForecastEdge
+from services.scheduler.adapters.grpc_kvstores import GrpcBlockLists
 from services.scheduler.adapters.grpc_loaders import GrpcLoaderFleet
 from services.scheduler.adapters.metrics import PrometheusInstruments
 from services.scheduler.adapters.node_bucket import stored_states
 from services.scheduler.adapters.redis_history import RedisHistory
 from services.scheduler.adapters.redis_store import RedisSchedulingStore
 from services.scheduler.domain.placement import ResidencyPolicy
+from services.scheduler.domain.prefix_index import PrefixIndex
 from services.scheduler.domain.records import Ticket
+from services.scheduler.operations.blocks import BlockFollower
 from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.completion import Completion
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.nodes import NodeRegistry
+from services.scheduler.operations.outlook import Outlooks
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.residency import Residency
 from services.scheduler.operations.submit import Submission
 from services.scheduler.operations.upkeep import Upkeep
-from services.scheduler.ports import AuditTrail, CatalogueSource, History, Instruments, LoaderFleet, SchedulingStore
+from services.scheduler.operations.waits import WaitBook
+from services.scheduler.ports import (
+    AuditTrail,
+    BlockLists,
+    CatalogueSource,
+    History,
+    Instruments,
+    LoaderFleet,
+    SchedulingStore,
+)
 from services.scheduler.settings import SchedulerSettings, device_time_pools, fairness
 
 CONDITIONS_MS = 1_000
+TIDY_MS = 60_000  # how long the blocks of a node that has gone are kept at most, beyond what the registry keeps it
 HISTORY_MS = 1_000  # arrivals closer than this are one to a forecast
 
 
@@ -58,6 +72,8 @@ def application(settings: SchedulerSettings) -> Application:
             stack.push_async_callback(redis.aclose)
             loaders = GrpcLoaderFleet()
             stack.push_async_callback(loaders.close)
+            block_lists = GrpcBlockLists()
+            stack.push_async_callback(block_lists.close)
             catalogue = CatalogueReader(redis, bus)
             await catalogue.start(lifecycle)
             store = RedisSchedulingStore(redis, fairness(settings), device_time_pools(settings))
@@ -73,6 +89,7 @@ def application(settings: SchedulerSettings) -> Application:
                     PrometheusInstruments(),
                     RedisHistory(redis),
                     BusAuditTrail(bus, clock),
+                    block_lists,
                 ),
             )
             for state in await stored_states(bus):
@@ -98,6 +115,7 @@ class Parts:
     instruments: Instruments
     history: History
     audit: AuditTrail
+    block_lists: BlockLists
 
 
 class Replica:
@@ -106,7 +124,11 @@ class Replica:
     def __init__(self, settings: SchedulerSettings, parts: Parts) -> None:
         store, clock, instruments = parts.store, parts.clock, parts.instruments
         self.nodes = NodeRegistry(clock)
-        pools = Pools(store, self.nodes, parts.catalogue, clock)
+        pools = Pools(store, self.nodes, parts.catalogue, clock, disaggregated=settings.disaggregate)
+        policy = ResidencyPolicy(quantum_ms=round(settings.rotation_seconds * 1000))
+        index = PrefixIndex()
+        self._blocks = BlockFollower(index, parts.block_lists, self.nodes, clock)
+        waits = WaitBook(pools, instruments, parts.audit, policy)
         self._dispatcher = Dispatcher(
             store,
             pools,
@@ -129,21 +151,26 @@ class Replica:
             instruments,
             self.foresight,
             parts.audit,
+            waits,
             owner=settings.instance_id,
-            policy=ResidencyPolicy(quantum_ms=round(settings.rotation_seconds * 1000)),
+            policy=policy,
             load_deadline_ms=round(settings.load_deadline_seconds * 1000),
         )
         self._upkeep = Upkeep(store, pools, self._dispatcher, self._residency, clock, instruments)
         self._dispatcher.on_cold = self._upkeep.hurry
         self.nodes.listen(self._dispatcher.wake)
-        submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight)
+        outlooks = Outlooks(pools, index, policy, clock)
+        submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight, outlooks)
         self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
-        completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight)
+        completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight, pools.speeds)
         self._forecasts = ForecastEdge(parts.bus, self.foresight, parts.catalogue)
-        self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes)
+        self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes, self._blocks, waits, clock)
 
     def _note_grant(self, pool: PoolName, ticket: Ticket) -> None:
         self.foresight.granted(pool, ticket.version, ticket.granted_ms - ticket.enqueued_ms)
+
+    async def _tidy(self) -> None:
+        self._blocks.tidy()
 
     @asynccontextmanager
     async def running(self, lifecycle: Lifecycle) -> AsyncIterator[None]:
@@ -151,12 +178,14 @@ class Replica:
         lifecycle.spawn(self._dispatcher.run(), "dispatch")
         lifecycle.spawn(self._upkeep.run(), "upkeep")
         lifecycle.every(HISTORY_MS, self.foresight.turn, "history")
+        lifecycle.every(TIDY_MS, self._tidy, "tidy")
         subscriptions = [*await self._handlers.subscribe(), await self._forecasts.subscribe()]
         try:
             yield
         finally:
             for subscription in subscriptions:
                 await subscription.stop()
+            await self._blocks.stop()
             await self._broken.stop()
             await self._residency.stop()
 

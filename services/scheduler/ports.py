@@ -10,6 +10,7 @@ from typing import Protocol
 from roundhouse.catalogue.records import Catalogue
 from roundhouse.vocabulary import GatewayId, NodeId, PoolName
 from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, usage_pb2
+from services.scheduler.domain.plans import Wait
 from services.scheduler.domain.records import (
     AttemptId,
     Cancelled,
@@ -222,6 +223,10 @@ class Instruments(Protocol):
 
     def load_ended(self, pool: PoolName, model: str, outcome: str) -> None:
         """A load that this replica asked for ended: "ready", "no_room" or "failed"."""
+        ...
+
+    def waiting(self, pool: PoolName, requests: Mapping[Wait, int]) -> None:
+        """How many requests wait for which reason, as of the last plan; every reason is named."""
         ...
 
     def observed(self, pool: PoolName, state: PoolState) -> None:

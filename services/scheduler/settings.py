@@ -22,6 +22,9 @@ class SchedulerSettings(ServiceSettings):
         default="value", description="which models leave first: lru, lfu, gdsf, or value: the waiting a place saves"
     )
     prewarm: bool = Field(default=True, description="load models that a forecast expects, while no request waits")
+    disaggregate: bool = Field(
+        default=False, description="let nodes of role prefill run long prompts for nodes of role decode"
+    )
     lease_seconds: float = Field(default=10.0, ge=2, description="how long a grant lives without a heartbeat")
     class_shares: str = Field(
         default="0.5,0.3,0.2",

@@ -117,7 +117,14 @@ class BothStores(RuleBasedStateMachine):
         size=st.tuples(tokens, tokens),
         patience=st.sampled_from([0, 300, 2_000, 2_000, 60_000]),
         weight=st.sampled_from([1, 333, 1_000, 7_000]),
-        room=st.builds(Room, st.integers(0, 4), st.integers(0, 3), st.sampled_from([0, 0, 500]), tokens),
+        room=st.builds(
+            Room,
+            st.integers(0, 4),
+            st.integers(0, 3),
+            st.sampled_from([0, 0, 500]),
+            tokens,
+            st.sampled_from([0, 0, 100]),
+        ),
         cached=warm,
     )
     def enqueue(

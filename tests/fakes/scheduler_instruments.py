@@ -1,8 +1,10 @@
 """`Instruments` that only count, for tests that look at numbers."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from roundhouse.vocabulary import PoolName
+from services.scheduler.domain.plans import Wait
 from services.scheduler.domain.records import PoolState, Ticket
 from services.scheduler.domain.warmth.autoscale import PoolSignal
 
@@ -12,6 +14,7 @@ class CountingInstruments:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.waits: dict[PoolName, dict[Wait, int]] = {}
         self.signals: dict[PoolName, PoolSignal] = {}
 
     def refused(self, pool: PoolName, reason: str) -> None:
@@ -25,6 +28,9 @@ class CountingInstruments:
 
     def load_ended(self, pool: PoolName, model: str, outcome: str) -> None:
         self.counts[f"load {outcome}"] += 1
+
+    def waiting(self, pool: PoolName, requests: Mapping[Wait, int]) -> None:
+        self.waits[pool] = dict(requests)
 
     def observed(self, pool: PoolName, state: PoolState) -> None:
         self.counts["observed"] += 1

@@ -8,14 +8,17 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from roundhouse import subjects
+from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus, Message, Subscription
 from roundhouse.vocabulary import GatewayId
-from roundhouse.wire.v1 import loading_pb2, usage_pb2
+from roundhouse.wire.v1 import kv_pb2, loading_pb2, usage_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.scheduler.operations.blocks import BlockFollower
 from services.scheduler.operations.completion import Completion
 from services.scheduler.operations.nodes import NodeRegistry
 from services.scheduler.operations.submit import Submission
+from services.scheduler.operations.waits import WaitBook
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +58,20 @@ class BusUsageOutlet:
 class BusHandlers:
     """Subscriptions of one scheduler replica; replicas share the work messages and all hear node states."""
 
-    def __init__(self, bus: EventBus, submission: Submission, completion: Completion, nodes: NodeRegistry) -> None:
+    def __init__(
+        self,
+        bus: EventBus,
+        submission: Submission,
+        completion: Completion,
+        nodes: NodeRegistry,
+        blocks: BlockFollower,
+        waits: WaitBook,
+        clock: Clock,
+    ) -> None:
         self._bus = bus
+        self._blocks = blocks
+        self._waits = waits
+        self._clock = clock
         self._submission = submission
         self._completion = completion
         self._nodes = nodes
@@ -68,8 +83,12 @@ class BusHandlers:
             subjects.WORK_CANCEL: self._on_cancel,
             subjects.WORK_FINISHED: self._on_finished,
             subjects.WORK_HEARTBEAT: self._on_heartbeat,
+            subjects.WORK_EXPLAIN: self._on_explain,
         }
-        subscriptions = [await self._bus.subscribe(subjects.NODE_STATES, self._on_node_state)]
+        subscriptions = [
+            await self._bus.subscribe(subjects.NODE_STATES, self._on_node_state),
+            await self._bus.subscribe(subjects.KV_BLOCKS, self._on_blocks),
+        ]
         for subject, handler in shared.items():
             subscriptions.append(
                 await self._bus.subscribe(subject, handler, group=subjects.SCHEDULER_GROUP, concurrency=HANDLERS)
@@ -113,6 +132,21 @@ class BusHandlers:
         except Unavailable as error:
             log.warning("heartbeat_lost", reason=error.message)
         return None
+
+    async def _on_blocks(self, message: Message) -> bytes | None:
+        try:
+            self._blocks.observe(kv_pb2.BlockEvents.FromString(message.data))
+        except DecodeError:
+            _log_unreadable(message)
+        return None
+
+    async def _on_explain(self, message: Message) -> bytes | None:
+        try:
+            request = wire.ExplainRequest.FromString(message.data)
+        except DecodeError:
+            _log_unreadable(message)
+            return None
+        return self._waits.explain(request, self._clock.now_ms()).SerializeToString()
 
     async def _on_node_state(self, message: Message) -> bytes | None:
         try:

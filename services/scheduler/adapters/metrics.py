@@ -1,16 +1,20 @@
 """What the scheduler counts, for Prometheus. Labels: pools and models of the catalogue, and closed lists."""
 
+from collections.abc import Mapping
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from roundhouse.telemetry import REGISTRY
 from roundhouse.vocabulary import PoolName
 from services.scheduler.adapters.pool_signals import PoolSignals
+from services.scheduler.domain.plans import Wait
 from services.scheduler.domain.records import PoolState, Ticket, model_of
 from services.scheduler.domain.warmth.autoscale import PoolSignal
 
 _WAITING = Gauge(
     "roundhouse_scheduler_waiting", "Requests in the queues", ["pool", "model", "priority_class"], registry=REGISTRY
 )
+_REASONS = Gauge("roundhouse_scheduler_waits", "Requests that wait, by reason", ["pool", "reason"], registry=REGISTRY)
 _RUNNING = Gauge("roundhouse_scheduler_slots_in_use", "Requests that hold a slot", ["pool"], registry=REGISTRY)
 _WAIT = Histogram(
     "roundhouse_scheduler_wait_seconds",
@@ -48,6 +52,11 @@ class PrometheusInstruments:
     def load_ended(self, pool: PoolName, model: str, outcome: str) -> None:
         """See `Instruments.load_ended`."""
         _LOADS.labels(pool, model, outcome).inc()
+
+    def waiting(self, pool: PoolName, requests: Mapping[Wait, int]) -> None:
+        """See `Instruments.waiting`."""
+        for why, count in requests.items():
+            _REASONS.labels(pool, why.value).set(count)
 
     def observed(self, pool: PoolName, state: PoolState) -> None:
         """See `Instruments.observed`. Lanes that are empty now are set to zero once and then dropped."""

@@ -60,6 +60,7 @@ def turn_arguments(turn: Turn) -> list[Argument]:
         arguments += (entry.attempt, entry.tenant_id, entry.version, CLASSES.index(entry.priority_class) + 1)
         arguments += (entry.input_tokens, entry.max_output_tokens, entry.deadline_ms, entry.weight_milli, entry.payload)
         arguments += (room.queue_limit, room.slots, room.start_after_ms, warm_argument(entry), room.token_limit)
+        arguments.append(room.wait_most_ms)
     for offer in turn.offers:
         arguments += (offer.instance, offer.version, offer.slots, offer.place)
         arguments += (offer.part.value, offer.token_us, offer.load_us, offer.handoff_us)

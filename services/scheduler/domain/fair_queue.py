@@ -100,7 +100,7 @@ class FairQueue:
         rank = lane.rank(entry.tenant_id, key)
         others = len(lane.queues) - (entry.tenant_id in lane.queues)
         wait_ms = room.start_after_ms + estimate_wait_ms(queues, lane, rank, room.slots, others)
-        if now_ms + wait_ms > entry.deadline_ms:
+        if now_ms + wait_ms > entry.deadline_ms or 0 < room.wait_most_ms < wait_ms:
             return TooLate(wait_ms)
         self._arrivals += 1
         if not lane.waiting:

@@ -81,6 +81,7 @@ class NodeView:
     role: Role = Role.MIXED
     devices: tuple[DeviceView, ...] = ()  # empty = one, of the node's size
     speeds: tuple[tuple[Tier, int], ...] = ()  # bytes per ms from a tier towards the device, where measured
+    quiet: bool = False  # unhealthy only because it said nothing lately; it may be back in a moment
 
     def find(self, version: VersionKey) -> InstanceView | None:
         """The instance of a version on this node, for that owner."""

@@ -86,6 +86,7 @@ class Room:
     slots: int  # of all ready instances of the version; 0 = cold
     start_after_ms: int = 0  # no slot can open earlier than this from now: the expected load of a cold model
     token_limit: int = 0  # input + output tokens the tenant may have queued in the pool; 0 = no limit
+    wait_most_ms: int = 0  # with a longer wait the caller would rather go elsewhere; 0 = up to the deadline
 
 
 class Part(StrEnum):
@@ -152,7 +153,7 @@ class Ticket:
     priority_class: PriorityClass
     place: bytes = b""
     granted_ms: int = 0
-    lease_expires_ms: int = 0
+    lease_expires_ms: int = 0  # of a lapsed one: when it was last renewed
     ended_ms: int = 0
     reason: str = ""
     message: str = ""

@@ -6,8 +6,10 @@ Pure. What it refuses costs nothing: no eviction, no byte staged (cases B13 and 
 from dataclasses import dataclass
 from itertools import chain
 
-from services.scheduler.domain.nodes import ARRIVING, Residence, VersionSpec
+from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.placement import PoolView, retry_at_ms
+from services.scheduler.domain.records import instance_key
+from services.scheduler.domain.sites import could_ever_hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,18 @@ Viability = Viable | TooBig | NoNode | BackingOff
 
 def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
     """Whether a version can run in a pool, now or after a load. Evicts and loads nothing (cases B13, B22)."""
-    largest = max((node.device_capacity for node in view.nodes), default=0)
-    if view.nodes and spec.device_bytes > largest:
-        return TooBig(largest)
-    healthy = [node for node in view.nodes if node.healthy and node.device_capacity >= spec.device_bytes]
+    able = [node for node in view.nodes if could_ever_hold(node, spec)]
+    if view.nodes and not able:
+        return TooBig(max(each.capacity for node in view.nodes for each in node.places))
+    healthy = [node for node in able if node.healthy]
     if not healthy:
-        return NoNode()
+        return Viable(0) if any(node.quiet for node in able) else NoNode()
     here = [each for each in (node.find(spec.version) for node in healthy) if each is not None]
-    slots = sum(each.slots for each in here if each.residence is Residence.READY)
+    slots = sum(
+        each.slots
+        for node, each in ((node, node.find(spec.version)) for node in healthy)
+        if each is not None and each.residence is Residence.READY and not _is_closed(view, node, each, now_ms)
+    )
     if slots or any(each.residence in ARRIVING for each in here):
         return Viable(slots)
     first = min(healthy, key=lambda node: (retry_at_ms(view.state, node, spec.version), node.node_id))
@@ -60,3 +66,9 @@ def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
         return Viable(0)
     causes = chain([failure.cause] if failure else [], [found.reason] if found else [])
     return BackingOff(again_ms, failure.tries if failure else 1, next((each for each in causes if each), "unknown"))
+
+
+def _is_closed(view: PoolView, node: NodeView, instance: InstanceView, now_ms: int) -> bool:
+    """Whether some replica has closed it, for example because its process died."""
+    mark = view.state.drains.get(instance_key(node.node_id, instance.version))
+    return mark is not None and mark.until_ms > now_ms

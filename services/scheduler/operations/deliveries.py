@@ -49,7 +49,7 @@ def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) ->
         attempt=request.attempt,
         lease_id=lease_id(ticket.attempt, ticket.version),
         lease_expires_unix_ms=ticket.lease_expires_ms,
-        placements=[places.placement(ticket)],
+        placements=places.placements(ticket),
         queue_ms=waits.queue_ms,
         stage_ms=waits.stage_ms,
         load_ms=waits.load_ms,

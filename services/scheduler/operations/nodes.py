@@ -1,19 +1,22 @@
 """What this process has heard of nodes: the newest state of each, and who has gone silent.
 
 A node that said nothing for `STALE_MS`, or says that it does not accept work, is unhealthy and left out of placement
-and grants; its running leases go on, because gateways stream without us (invariant 18).
+and grants within two seconds; its running leases go on, because gateways stream without us (invariant 18). Requests
+for what only a silent node has are still queued for `GRACE_MS`: a loader that restarts costs no refusals.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundhouse.clock import Clock
 from roundhouse.vocabulary import NodeId, PoolName
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
-from services.scheduler.domain.nodes import InstanceView, NodeView, Residence
-from services.scheduler.domain.records import version_key
+from services.scheduler.domain.nodes import DeviceView, InstanceView, NodeView, Residence, Role, Tier
+from services.scheduler.domain.records import VersionKey, version_key
 
-STALE_MS = 3_000  # three missed periods of a loader
+STALE_MS = 1_800  # three missed periods of a loader (0.5 s) and a margin; noticed within 2 s (see `Pools.view`)
+GRACE_MS = 10_000  # a guess: a loader restarts in less, and a gateway's client waits that long
+STARTS_MOST = 10_000  # versions whose last start is remembered
 FORGET_MS = 60_000  # a silent node is forgotten after this; its last state is of no use any more
 
 _RESIDENCES: "dict[vocabulary_pb2.InstanceState.ValueType, Residence]" = {
@@ -24,6 +27,15 @@ _RESIDENCES: "dict[vocabulary_pb2.InstanceState.ValueType, Residence]" = {
     vocabulary_pb2.INSTANCE_STATE_DRAINING: Residence.DRAINING,
     vocabulary_pb2.INSTANCE_STATE_UNLOADING: Residence.UNLOADING,
     vocabulary_pb2.INSTANCE_STATE_FAILED: Residence.FAILED,
+}
+_ROLES: "dict[vocabulary_pb2.NodeRole.ValueType, Role]" = {
+    vocabulary_pb2.NODE_ROLE_PREFILL: Role.PREFILL,
+    vocabulary_pb2.NODE_ROLE_DECODE: Role.DECODE,
+}
+_TIERS: "dict[vocabulary_pb2.Tier.ValueType, Tier]" = {
+    vocabulary_pb2.TIER_SOURCE: Tier.SOURCE,
+    vocabulary_pb2.TIER_DISK: Tier.DISK,
+    vocabulary_pb2.TIER_HOST: Tier.HOST,
 }
 
 
@@ -41,6 +53,10 @@ class NodeRegistry:
         self._clock = clock
         self._heard: dict[NodeId, _Heard] = {}
         self._listeners: list[Callable[[PoolName], None]] = []
+        self.starts_ms: dict[VersionKey, int] = {}
+        """What the last start of a version took on whichever node, without staging."""
+        self.revision = 0
+        """Rises with every state that changed a view."""
 
     def listen(self, listener: Callable[[PoolName], None]) -> None:
         """Call `listener(pool)` after each state that differs from the one before in more than its time."""
@@ -56,6 +72,8 @@ class NodeRegistry:
         heard = _Heard(state, _view(state), now_ms)
         self._heard[node_id] = heard
         if before is None or before.view != heard.view or now_ms - before.heard_ms > STALE_MS:
+            self.revision += 1
+            self._note_starts(heard.view)
             for listener in self._listeners:
                 listener(heard.view.pool)
 
@@ -65,6 +83,8 @@ class NodeRegistry:
         if node_id not in self._heard:
             heard_ms = min(state.sent_unix_ms, self._clock.now_ms())
             self._heard[node_id] = _Heard(state, _view(state), heard_ms)
+            self.revision += 1
+            self._note_starts(self._heard[node_id].view)
 
     def nodes(self, pool: PoolName) -> tuple[NodeView, ...]:
         """The nodes of a pool, by id."""
@@ -92,6 +112,14 @@ class NodeRegistry:
         now_ms = self._clock.now_ms()
         return any(_with_health(heard, now_ms).healthy for heard in self._heard.values())
 
+    def _note_starts(self, node: NodeView) -> None:
+        for each in node.instances:
+            if each.load_ms:
+                self.starts_ms.pop(each.version, None)
+                self.starts_ms[each.version] = each.load_ms
+        while len(self.starts_ms) > STARTS_MOST:
+            del self.starts_ms[next(iter(self.starts_ms))]
+
     def _forget(self, now_ms: int) -> None:
         for node_id in [each for each, heard in self._heard.items() if now_ms - heard.heard_ms > FORGET_MS]:
             del self._heard[node_id]
@@ -107,7 +135,7 @@ def _with_health(heard: _Heard, now_ms: int) -> NodeView:
     view = heard.view
     if not view.healthy or now_ms - heard.heard_ms < STALE_MS:
         return view
-    return NodeView(view.node_id, view.pool, False, view.device_capacity, view.device_free, view.instances)
+    return replace(view, healthy=False, quiet=now_ms - heard.heard_ms < GRACE_MS)
 
 
 def _view(state: loading_pb2.NodeState) -> NodeView:
@@ -116,8 +144,33 @@ def _view(state: loading_pb2.NodeState) -> NodeView:
     free = capacity - device.resident - device.reserved if device else 0
     instances = (_instance(each) for each in state.instances if each.state in _RESIDENCES)
     return NodeView(
-        NodeId(state.node_id), PoolName(state.pool), state.accepting, capacity, max(0, free), tuple(instances)
+        node_id=NodeId(state.node_id),
+        pool=PoolName(state.pool),
+        healthy=state.accepting,
+        device_capacity=capacity,
+        device_free=max(0, free),
+        instances=tuple(instances),
+        role=_ROLES.get(state.role, Role.MIXED),
+        devices=tuple(_device(each) for each in state.devices),
+        speeds=tuple(
+            (_TIERS[tier.tier], speed)
+            for tier in state.tiers
+            if tier.tier in _TIERS and (speed := _rounded(tier.bytes_per_second // 1_000))
+        ),
     )
+
+
+def _device(message: loading_pb2.Device) -> DeviceView:
+    free = message.capacity - message.resident - message.reserved
+    return DeviceView(message.index, message.capacity, max(0, free), message.link_group, message.mig)
+
+
+def _rounded(bytes_per_ms: int) -> int:
+    """To two digits: a measurement that wobbles is no change that anybody must hear of."""
+    if bytes_per_ms < 100:
+        return bytes_per_ms
+    step: int = 10 ** (len(str(bytes_per_ms)) - 2)
+    return bytes_per_ms // step * step
 
 
 def _instance(message: loading_pb2.Instance) -> InstanceView:
@@ -131,4 +184,7 @@ def _instance(message: loading_pb2.Instance) -> InstanceView:
         load_ms=message.load_ms,
         reason=message.reason,
         retry_at_ms=message.retry_at_unix_ms,
+        devices=tuple(message.devices),
+        tier=_TIERS.get(message.tier, Tier.DISK),  # whatever a loader lists went through its disk
+        remaining_ms=message.estimated_remaining_ms,
     )

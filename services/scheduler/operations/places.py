@@ -45,6 +45,12 @@ def placement(ticket: Ticket) -> scheduling_pb2.Placement:
     return scheduling_pb2.Placement.FromString(_decoder.decode(ticket.place).placement)
 
 
+def placements(ticket: Ticket) -> list[scheduling_pb2.Placement]:
+    """Where a granted ticket runs: one place, or the prompt's and then the one that decodes."""
+    prefill = [_decoder.decode(ticket.prefill_place).placement] if ticket.prefill_place else []
+    return [scheduling_pb2.Placement.FromString(each) for each in (*prefill, _decoder.decode(ticket.place).placement)]
+
+
 def waits(ticket: Ticket) -> Waits:
     """Where a granted ticket's wait went; the three add up to submit to grant."""
     place = _decoder.decode(ticket.place)

@@ -1,28 +1,73 @@
-"""The view of one pool that decisions are made from: nodes as heard, the catalogue as read, queues as last seen."""
+"""The view of one pool that decisions are made from: nodes as heard, the catalogue as read, queues as last seen.
 
+Here instances get their owners: what stands on a prefill node is for prompts, what was loaded for a tenant with
+replicas of its own is for that tenant, everything else is for all. Without `disaggregated` every node does everything.
+"""
+
+from dataclasses import dataclass, replace
+
+from roundhouse.catalogue.records import DEDICATED_MIG, Catalogue
 from roundhouse.clock import Clock
-from roundhouse.vocabulary import NodeId, PoolName
+from roundhouse.vocabulary import ModelName, NodeId, PoolName, TenantId
 from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, vocabulary_pb2
-from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, VersionSpec
-from services.scheduler.domain.placement import PoolView
-from services.scheduler.domain.records import Offer, PoolState, VersionKey, instance_key, version_key
+from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, Role, VersionSpec
+from services.scheduler.domain.plans import PoolView
+from services.scheduler.domain.records import (
+    PREFILL_STAGE,
+    Offer,
+    Part,
+    PoolState,
+    VersionKey,
+    base_of,
+    digest_of,
+    instance_key,
+    model_of,
+    owner_of,
+    version_key,
+)
+from services.scheduler.domain.speeds import Speeds
 from services.scheduler.operations import places
 from services.scheduler.operations.nodes import NodeRegistry
 from services.scheduler.ports import CatalogueSource, SchedulingStore
 
 DEFAULT_POOL = PoolName("shared")
 EMPTY_STATE = PoolState(0, (), {}, {}, {}, {}, {})
+FRESH_MS = 100  # a view is made again after this, so that a node that went silent is out within 2 s
+HANDOFF_US = 10_000  # of a request from prefill to decode: two messages and the first read, a guess
+TRANSFER_US = 13  # a token's blocks on their way: 128 KiB (a 7B model) at 10 GB/s
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A view, and what it was made from."""
+
+    view: PoolView
+    at_ms: int
+    revision: int
+    state: PoolState
+    catalogue: Catalogue
 
 
 class Pools:
     """Looks pools up; `refresh` reads the store, everything else is memory."""
 
-    def __init__(self, store: SchedulingStore, nodes: NodeRegistry, catalogue: CatalogueSource, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: SchedulingStore,
+        nodes: NodeRegistry,
+        catalogue: CatalogueSource,
+        clock: Clock,
+        *,
+        disaggregated: bool = False,
+    ) -> None:
         self._store = store
         self.nodes = nodes
         self.catalogue = catalogue
+        self.speeds = Speeds()
         self._clock = clock
+        self._disaggregated = disaggregated
         self._states: dict[PoolName, PoolState] = {}
+        self._made: dict[PoolName, _Made] = {}
 
     def names(self) -> set[PoolName]:
         """Pools that exist: with nodes, or named by a model."""
@@ -35,50 +80,124 @@ class Pools:
 
     def view(self, pool: PoolName) -> PoolView:
         """The view with queues as last read: at most one tick old while the store answers."""
-        return PoolView(self.nodes.nodes(pool), self._states.get(pool, EMPTY_STATE), self.specs(pool))
+        state, catalogue = self._states.get(pool, EMPTY_STATE), self.catalogue.current
+        now_ms, made = self._clock.now_ms(), self._made.get(pool)
+        if (
+            made is None
+            or made.revision != self.nodes.revision
+            or made.state is not state
+            or made.catalogue is not catalogue
+            or now_ms - made.at_ms >= FRESH_MS
+        ):
+            made = _Made(self._view(pool, state), now_ms, self.nodes.revision, state, catalogue)
+            self._made[pool] = made
+        return made.view
+
+    def _view(self, pool: PoolName, state: PoolState) -> PoolView:
+        nodes = tuple(self._owned(node, state) for node in self.nodes.nodes(pool))
+        specs = self.specs(pool)
+        named = {depth.version for depth in state.depths}
+        named.update(each.version for node in nodes for each in node.instances)
+        specs.update((version, spec) for version in named - specs.keys() if (spec := self.spec(version)) is not None)
+        return PoolView(nodes, state, specs, start_ms=self.nodes.starts_ms)
+
+    def _owned(self, node: NodeView, state: PoolState) -> NodeView:
+        """The node with the owners of its instances in their version keys."""
+        if not self._disaggregated and node.role is not Role.MIXED:
+            node = replace(node, role=Role.MIXED)
+        if node.role is not Role.PREFILL and not state.owners:
+            return node
+        instances = tuple(self._with_owner(node, each, state) for each in node.instances)
+        return node if instances == node.instances else replace(node, instances=instances)
+
+    def _with_owner(self, node: NodeView, instance: InstanceView, state: PoolState) -> InstanceView:
+        owner: str = PREFILL_STAGE
+        if node.role is not Role.PREFILL:
+            owner = state.owners.get(instance_key(node.node_id, instance.version), TenantId(""))
+            tenant = self.catalogue.current.tenants.get(TenantId(owner))
+            if tenant is None or not tenant.has_own_instances:
+                return instance  # it is not that tenant's any more
+        return replace(instance, version=version_key(model_of(instance.version), digest_of(instance.version), owner))
 
     def specs(self, pool: PoolName) -> dict[VersionKey, VersionSpec]:
         """The catalogue's current versions that live in a pool."""
         models = (model for model in self.catalogue.current.models.values() if model.pool == pool)
         return {
             (key := version_key(model.name, model.digest)): VersionSpec(
-                key, model.device_bytes, model.pinned, model.min_replicas
+                key, model.device_bytes, model.pinned, model.min_replicas, model.tensor_parallel
             )
             for model in models
         }
+
+    def spec(self, version: VersionKey) -> VersionSpec | None:
+        """A version that is wanted in a pool without living there: a tenant's own pool or replicas, or for prompts."""
+        model = self.catalogue.current.models.get(ModelName(model_of(version)))
+        if model is None or model.digest != digest_of(version):
+            return None
+        owner = owner_of(version)
+        tenant = self.catalogue.current.tenants.get(TenantId(owner))
+        if owner and owner != PREFILL_STAGE and (tenant is None or not tenant.has_own_instances):
+            return None
+        alone = tenant is not None and tenant.isolation == DEDICATED_MIG
+        return VersionSpec(version, model.device_bytes, devices=model.tensor_parallel, alone=alone)
+
+    def queued_as(self, tenant_id: TenantId, model: str, digest: str) -> VersionKey:
+        """What a tenant's requests for a version queue for: the shared instances or those of its own."""
+        tenant = self.catalogue.current.tenants.get(tenant_id)
+        return version_key(model, digest, tenant_id if tenant is not None and tenant.has_own_instances else "")
 
     def is_ready(self, node_id: NodeId, version: VersionKey) -> bool:
         """Whether the node says that it serves a version."""
         state = self.nodes.state(node_id)
         return state is not None and any(
-            _version(each) == version and each.state == vocabulary_pb2.INSTANCE_STATE_READY for each in state.instances
+            _version(each) == base_of(version) and each.state == vocabulary_pb2.INSTANCE_STATE_READY
+            for each in state.instances
         )
 
     def offers(self, pool: PoolName, versions: set[VersionKey] | None) -> list[Offer]:
         """Ready instances on healthy nodes, of the given versions or (None) of all."""
         return [
             self._offer(node, each)
-            for node in self.nodes.nodes(pool)
+            for node in self.view(pool).nodes
             if node.healthy
             for each in node.instances
-            if each.residence is Residence.READY and each.slots and (versions is None or each.version in versions)
+            if each.residence is Residence.READY
+            and each.slots
+            and (versions is None or _served(each.version) in versions)
         ]
 
     def _offer(self, node: NodeView, instance: InstanceView) -> Offer:
-        place = places.encode(self._placement(node.node_id, instance), instance)
-        return Offer(instance_key(node.node_id, instance.version), instance.version, instance.slots, place)
+        key = instance_key(node.node_id, instance.version)
+        speed = self.speeds.of(key, instance.version)
+        part = {Role.MIXED: Part.WHOLE, Role.DECODE: Part.DECODE, Role.PREFILL: Part.PREFILL}[node.role]
+        token_us = round(speed.token_us) + (TRANSFER_US if part is Part.PREFILL else 0)
+        return Offer(
+            instance=key,
+            version=_served(instance.version),
+            slots=instance.slots,
+            place=places.encode(self._placement(node.node_id, instance), instance),
+            part=part,
+            token_us=token_us,
+            load_us=round(speed.first_us),
+            handoff_us=HANDOFF_US if part is Part.PREFILL else 0,
+        )
 
     def _placement(self, node_id: NodeId, instance: InstanceView) -> scheduling_pb2.Placement:
         state = self.nodes.state(node_id)
         assert state is not None, "a view is made from a state"
-        names = (each.triton_model_name for each in state.instances if _version(each) == instance.version)
+        names = (each.triton_model_name for each in state.instances if _version(each) == base_of(instance.version))
         return scheduling_pb2.Placement(
             node_id=node_id,
             role=state.role,
             triton_grpc_address=state.triton_grpc_address,
-            triton_model_name=next(names),
+            triton_model_name=next(names, ""),
             kvstore_address=state.kvstore_address,
         )
+
+
+def _served(version: VersionKey) -> VersionKey:
+    """What requests queue for that an instance serves."""
+    return base_of(version) if owner_of(version) == PREFILL_STAGE else version
 
 
 def _version(message: loading_pb2.Instance) -> VersionKey:

@@ -30,6 +30,7 @@ from services.scheduler.domain.records import (
     PoolState,
     RefusalReason,
     VersionKey,
+    base_of,
     digest_of,
     model_of,
     version_key,
@@ -39,6 +40,7 @@ from services.scheduler.domain.viability import BackingOff, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.pools import Pools
+from services.scheduler.operations.waits import WaitBook
 from services.scheduler.ports import AuditTrail, Instruments, LoaderFleet, SchedulingStore
 
 log = structlog.get_logger(__name__)
@@ -83,6 +85,7 @@ class Residency:
         instruments: Instruments,
         foresight: Foresight,
         audit: AuditTrail,
+        waits: WaitBook,
         *,
         owner: str,
         policy: ResidencyPolicy,
@@ -96,6 +99,7 @@ class Residency:
         self._instruments = instruments
         self._foresight = foresight
         self._audit = audit
+        self._waits = waits
         self._owner = owner
         self._policy = policy
         self._load_deadline_ms = load_deadline_ms
@@ -125,8 +129,7 @@ class Residency:
         if decided.reopen:
             self._dispatcher.wake(pool)
             return True
-        for deferred in decided.deferred:
-            log.debug("demand_deferred", pool=pool, model=model_of(deferred.version), reason=deferred.reason)
+        await self._waits.note(pool, view, decided, now_ms, actor=self._owner)
         self._promote(pool, view)
         if not decided.loads:
             return not decided.rotations and not decided.deferred and await self._prewarm(pool, view)
@@ -185,7 +188,7 @@ class Residency:
     async def _begin(self, pool: PoolName, load: Load, view: PoolView) -> bool:
         """Claim the load and close its victims; then follow it. Gives all back if a victim is used again: False."""
         now_ms, state = self._clock.now_ms(), view.state
-        claim = LoadClaim(load.node_id, self._owner, now_ms + HOLD_MS, load.bytes)
+        claim = LoadClaim(load.node_id, self._owner, now_ms + HOLD_MS, load.bytes, load.devices)
         order = ClaimOrder(load.version, claim, state.revision)
         if not isinstance(await self._store.claim_load(pool, order, now_ms), Claimed):
             return False
@@ -298,12 +301,13 @@ class Residency:
             unload_first=[_wire_version(victim.version) for victim in load.victims],
             deadline_ms=self._load_deadline_ms,
             reason=load.reason,
+            devices=load.devices,
         )
 
     def _victims_stay(self, load: Load) -> bool:
         """Whether the node still says that it unloads a victim: its Triton may never confirm it."""
         state = self._pools.nodes.state(load.node_id)
-        leaving = {victim.version for victim in load.victims}
+        leaving = {base_of(victim.version) for victim in load.victims}
         return state is not None and any(
             version_key(each.version.model, each.version.digest) in leaving
             and each.state == vocabulary_pb2.INSTANCE_STATE_UNLOADING

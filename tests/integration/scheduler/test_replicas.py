@@ -19,8 +19,9 @@ from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc
 from services.scheduler.adapters.redis_store import RedisSchedulingStore
 from services.scheduler.app import application
 from services.scheduler.settings import SchedulerSettings
+from tests.simulation.scheduler.fake_gateway import FakeGateway
 from tests.simulation.scheduler.harness import World, world_on
-from tests.simulation.scheduler.mesh import POOL, FakeGateway, FakeNode, FixedCatalogue, catalogue, model
+from tests.simulation.scheduler.mesh import POOL, FakeNode, FixedCatalogue, catalogue, model
 
 REQUESTS = 300
 

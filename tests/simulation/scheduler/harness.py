@@ -12,9 +12,11 @@ from services.scheduler.app import Parts, Replica
 from services.scheduler.ports import SchedulingStore
 from services.scheduler.settings import SchedulerSettings
 from tests.fakes.audit_trail import RecordedAudit
+from tests.fakes.block_lists import FakeBlockLists
 from tests.fakes.history import InMemoryHistory
 from tests.fakes.scheduler_instruments import CountingInstruments
-from tests.simulation.scheduler.mesh import FakeGateway, FakeLoaders, FakeNode, FixedCatalogue, catalogue
+from tests.simulation.scheduler.fake_gateway import FakeGateway
+from tests.simulation.scheduler.mesh import FakeLoaders, FakeNode, FixedCatalogue, catalogue
 
 
 class World:
@@ -28,6 +30,7 @@ class World:
         self.instruments = CountingInstruments()
         self.history = InMemoryHistory()
         self.audit = RecordedAudit()
+        self.block_lists = FakeBlockLists()
         self._running: list[asyncio.Task[None]] = []
         self._replicas: list[tuple[Lifecycle, asyncio.TaskGroup, AsyncExitStack]] = []
 
@@ -45,9 +48,11 @@ class World:
         self._running.append(task)
         return task
 
-    async def node(self, node_id: str = "n1", *, capacity: int = 100, load_ms: int = 1_000) -> FakeNode:
+    async def node(
+        self, node_id: str = "n1", *, capacity: int = 100, load_ms: int = 1_000, **fields: object
+    ) -> FakeNode:
         """Start a node."""
-        node = FakeNode(self.bus, self.clock, self.source, node_id, capacity, load_ms)
+        node = FakeNode(self.bus, self.clock, self.source, node_id, capacity, load_ms, **fields)  # type: ignore[arg-type]
         self.loaders.nodes[node_id] = node
         self.spawn(node.live)
         return node
@@ -92,6 +97,7 @@ class RunningReplica:
             world.instruments,
             world.history,
             world.audit,
+            world.block_lists,
         )
         async with asyncio.TaskGroup() as tasks:
             lifecycle = Lifecycle(tasks)

@@ -15,8 +15,9 @@ from roundhouse.wire.v1 import usage_pb2, vocabulary_pb2
 from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.event_bus import FakeBus
 from tests.fakes.scheduling_store import InMemorySchedulingStore
+from tests.simulation.scheduler.fake_gateway import FakeGateway
 from tests.simulation.scheduler.harness import RunningReplica, World, world_on
-from tests.simulation.scheduler.mesh import POOL, FakeGateway, model
+from tests.simulation.scheduler.mesh import POOL, model
 
 LOST, REPEATED = 0.04, 0.04
 REQUESTS = 150

@@ -10,8 +10,9 @@ from services.scheduler.domain.records import version_key
 from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.event_bus import FakeBus
 from tests.fakes.scheduling_store import InMemorySchedulingStore
+from tests.simulation.scheduler.fake_gateway import FakeGateway
 from tests.simulation.scheduler.harness import World, world_on
-from tests.simulation.scheduler.mesh import POOL, FakeGateway, model
+from tests.simulation.scheduler.mesh import POOL, model
 
 
 def simulate(story: Callable[[World], Awaitable[None]]) -> None:

@@ -1,6 +1,6 @@
 -- Queue one attempt. ARGV from `at` on: attempt, tenant, version, class (1..3), input tokens, max output tokens,
 -- deadline, weight, payload, queue limit, slots, start after (ms), warm tokens by instance (see `warm_tokens`),
--- token limit (0 = none). Answers {'known', standing} | {'full', retry ms} | {'shed', retry ms} | {'late', wait ms} |
+-- token limit (0 = none), longest wait (ms, 0 = up to the deadline). Answers {'known', standing} | {'full', retry ms} | {'shed', retry ms} | {'late', wait ms} |
 -- {'queued', position, wait ms}.
 local function enqueue_one(at)
   local id, tenant, version, class = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
@@ -32,7 +32,8 @@ local function enqueue_one(at)
   local ahead = math.min(here, rank * (others + 1))
   if slots > 0 and num(state[1]) >= slots then ahead = ahead + 1 end
   local wait = tonumber(ARGV[at + 11]) + floor(ahead * num(state[2]) / (1000 * math.max(1, slots)))
-  if now + wait > deadline then return {'late', int(wait)} end
+  local longest = tonumber(ARGV[at + 14])
+  if now + wait > deadline or (longest > 0 and wait > longest) then return {'late', int(wait)} end
 
   if here == 0 then -- the class comes back: up to the least pass of the classes that wait
     local least
