@@ -8,16 +8,31 @@ configuration is whole. Settings reach our Python models as Triton `parameters`,
 | `weights_path` | the checkpoint folder (`onnx`: the file, or a folder with one `.onnx`) |
 | `model_digest` | names the content in KV block keys |
 | `slots`, `kv_pool_tokens` | requests at once, and tokens of KV memory that they share |
+| `weights_arena` | JSON: files of the checkpoint that lie in shared memory, and where; missing: read the folder |
 | `kvstore_address` | empty: no reuse of KV blocks across requests |
 | `prefill_chunk_tokens`, `adapters_in_memory`, `adapter_rank_max` | optional; see `engines.reference.loaded_model` |
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 EngineName = Literal["reference", "onnx", "vllm", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRanges:
+    """Files of the version that lie whole in shared memory: `(offset, bytes)` by their name in the folder."""
+
+    path: str
+    ranges: Mapping[str, tuple[int, int]]
+
+    def as_json(self) -> str:
+        """The parameter `weights_arena`."""
+        return json.dumps({"path": self.path, "files": self.ranges}, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,7 @@ class EngineSpec:
     kv_pool_tokens: int = 4096
     kvstore_address: str = ""
     devices: tuple[int, ...] = ()
+    arena: ArenaRanges | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,13 @@ def package(spec: EngineSpec) -> TritonPackage:
             return native_package(spec)
         case _:
             assert_never(spec.engine)
+
+
+def maps_file(engine: EngineName, name: str) -> bool:
+    """Whether the engine reads this file of a version from shared memory, where it is told the place.
+
+    The other engines open paths: for them the disk cache and the kernel's page cache are the host tier."""
+    return engine == "reference" and name.endswith(".safetensors")
 
 
 def estimate_device_bytes(spec: EngineSpec) -> int:
@@ -117,4 +140,6 @@ def string_parameters(spec: EngineSpec) -> dict[str, object]:
         "kv_pool_tokens": str(spec.kv_pool_tokens),
         "kvstore_address": spec.kvstore_address,
     }
+    if spec.arena is not None:
+        values["weights_arena"] = spec.arena.as_json()
     return {name: {"string_value": value} for name, value in values.items()}

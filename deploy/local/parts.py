@@ -201,7 +201,7 @@ class _ServiceMaker:
         arena = {
             "NODE_ID": node_id,
             "GRPC_PORT": str(kvstore_port),
-            "ARENA_PATH": str(self._arena(node_id)),
+            "ARENA_PATH": str(self._arena(node_id, "arena", self._options.arena_bytes)),
             "ARENA_BYTES": str(self._options.arena_bytes),
         }
         yield self.service("kvstore", f"kvstore-{number}", Tier.MEMORY, kvstore_port, arena)
@@ -215,15 +215,15 @@ class _ServiceMaker:
             "KVSTORE_ADDRESS": f"127.0.0.1:{kvstore_port}",
             "DEVICE_BYTES": str(self._options.device_bytes),
             "HOST_BYTES": str(self._options.host_bytes),
+            "HOST_ARENA": str(self._arena(node_id, "weights", self._options.host_bytes)),
             "DISK_BYTES": str(self._options.disk_bytes),
             "CACHE_DIR": str(self._home.node(node_id) / "cache"),
         }
         yield self.service("loader", f"loader-{number}", Tier.NODE, loader_port, loader)
 
-    def _arena(self, node_id: str) -> Path:
+    def _arena(self, node_id: str, name: str, size: int) -> Path:
         """Shared memory where there is enough of it, else a file on disk."""
-        name = f"{self._home.shared_memory_prefix}arena-{node_id}"
-        wanted = 2 * self._options.arena_bytes * self._options.nodes  # as much again for Triton's own segments
+        wanted = 2 * size * self._options.nodes  # as much again for Triton's own segments
         if SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > wanted:
-            return SHARED_MEMORY / name
-        return self._home.node(node_id) / "arena"
+            return SHARED_MEMORY / f"{self._home.shared_memory_prefix}{name}-{node_id}"
+        return self._home.node(node_id) / name

@@ -14,6 +14,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from engines.reference.mapped_weights import NOTHING_MAPPED, MappedFiles, read_mapped
 from engines.reference.model_config import CheckpointError
 
 Array = NDArray[np.float32]
@@ -35,11 +36,13 @@ _DECODERS: dict[str, Callable[[bytes], Array]] = {
 }
 
 
-def load_tensors(folder: Path) -> dict[str, Array]:
-    """Every tensor of the checkpoint by name, as float32; raises `CheckpointError` naming the file at fault."""
+def load_tensors(folder: Path, mapped: MappedFiles = NOTHING_MAPPED) -> dict[str, Array]:
+    """Every tensor of the checkpoint by name, as float32; raises `CheckpointError` naming the file at fault.
+
+    Files that are `mapped` are read from shared memory, the others from the folder."""
     tensors: dict[str, Array] = {}
     for path in _shard_paths(folder):
-        tensors.update(read_safetensors(path))
+        tensors.update(read_mapped(mapped, path.name) if path.name in mapped.files else read_safetensors(path))
     return tensors
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from engines.reference.checkpoint import load_tensors
 from engines.reference.decoder import Decoder
 from engines.reference.kv_cache import BlockShape, BlockStore, open_block_store
+from engines.reference.mapped_weights import parse_mapped_files
 from engines.reference.model_config import ModelConfig, load_model_config
 from engines.reference.paged_kv import BLOCK_TOKENS, BlockPool, blocks_for
 from engines.reference.peft_format import AdapterCache
@@ -58,7 +59,7 @@ def load_model(parameters: Mapping[str, str]) -> LoadedModel:
         context_tokens=config.context_tokens,
         prefill_chunk_tokens=int(parameters.get("prefill_chunk_tokens", PREFILL_CHUNK_TOKENS)),
     )
-    weights = arrange_weights(config, load_tensors(folder))
+    weights = arrange_weights(config, load_tensors(folder, parse_mapped_files(parameters.get("weights_arena", ""))))
     positions = min(config.context_tokens, blocks_total * BLOCK_TOKENS)
     decoder = Decoder(config, weights, BlockPool(shape, blocks_total), positions)
     tokens = TokenText.load(folder)

@@ -25,17 +25,26 @@ from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId
 from roundhouse.wire.v1 import loading_pb2_grpc, vocabulary_pb2
 from services.loader.adapters.disk_cache import DiskCache
-from services.loader.adapters.grpc_loader import SERVICE, LoaderServicer
+from services.loader.adapters.grpc_loader import SERVICE, Handlers, LoaderServicer
 from services.loader.adapters.metrics import PrometheusMeasurements
 from services.loader.adapters.model_library import CatalogueLibrary
+from services.loader.adapters.model_processes import StubProcesses
 from services.loader.adapters.nats_node import BusAuditTrail, NatsStateSink
+from services.loader.adapters.node_memory import NodeFile
+from services.loader.adapters.object_source import ObjectSource
+from services.loader.adapters.shared_arena import SharedArena
 from services.loader.adapters.triton_control import TritonControl
+from services.loader.domain.contents import ContentLedger
 from services.loader.domain.memory_ledger import MemoryLedger
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.describe import Identity
 from services.loader.operations.ensure import Orders
+from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.node import Node
 from services.loader.operations.perform import Parts, Performer
+from services.loader.operations.prestage import Prestage
+from services.loader.operations.progress import ProgressGauge
+from services.loader.operations.staging import Stagings
 from services.loader.operations.steps import Steps
 from services.loader.operations.tell import Announcer
 from services.loader.operations.watch_triton import TURN_MS, TritonWatch
@@ -82,12 +91,14 @@ class _Loader:
     def __init__(self, settings: LoaderSettings, bus: NatsBus, catalogue: CatalogueReader) -> None:
         self._settings = settings
         node_id = NodeId(settings.node_id)
-        self.node = Node(
-            MemoryLedger(settings.device_bytes), MemoryLedger(settings.host_bytes), MemoryLedger(settings.disk_bytes)
-        )
+        self.node = Node(MemoryLedger(settings.device_bytes), ContentLedger(settings.disk_bytes))
         self._clock = SystemClock()
         self._control = TritonControl(settings.triton_grpc, settings.triton_repository)
-        self._cache = DiskCache(settings.cache_dir, self._clock)
+        stall_ms = round(settings.source_stall_seconds * 1000)
+        self._cache = DiskCache(settings.cache_dir, self._clock, ObjectSource(stall_ms))
+        self._arena = SharedArena(settings.arena_path, settings.host_bytes)
+        self._stagings = Stagings(self._clock, stall_ms)
+        self._gauge = ProgressGauge(self.node, self._stagings, self._clock)
         self._library = CatalogueLibrary(catalogue, settings.kvstore_address)
         self._audit = BusAuditTrail(bus, node_id, self._clock)
         self._sink = NatsStateSink(bus, node_id)
@@ -99,25 +110,39 @@ class _Loader:
         """Take over what is on disk and in Triton, then take orders. What is opened is closed by `stack`."""
         stack.push_async_callback(self._control.close)
         stack.callback(self._cache.close)
+        stack.callback(self._arena.close)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         steps = Steps(self.node, self._clock, tasks)
-        caches = CacheTiers(self.node, steps, self._cache, self._clock)
+        caches = CacheTiers(self.node, steps, self._cache, self._arena, self._stagings, self._clock)
         parts = Parts(
             self._control,
             self._library,
             self._audit,
             self._measurements,
+            StubProcesses(int(self._settings.triton_grpc.rpartition(":")[2])),
             self._clock,
             round(self._settings.load_timeout_seconds * 1000),
         )
         steps.performed_by(Performer(self.node, steps, caches, parts).perform)
-        watch = TritonWatch(self.node, steps, self._control, self._library, self._audit, self._measurements)
+        recollection = Recollection(self.node, NodeFile(self._settings.cache_dir))
+        watch = TritonWatch(
+            self.node, steps, self._control, self._library, self._audit, self._measurements, recollection, self._clock
+        )
         lifecycle.spawn(self._audit.send(), "audit")
         await caches.start()
+        await recollection.recall()
         await watch.turn()
-        orders = Orders(self.node, steps, self._library, self._clock)
-        announcer = await self._serve(orders, watch, lifecycle)
+        prestage = Prestage(self.node, caches, self._library, self._gauge, self._clock)
+        maintenance = Maintenance(self.node, steps, prestage, recollection)
+        if self.node.maintenance:
+            await maintenance.begin(self.node.maintenance)  # an earlier process may not have come to its end
+        orders = Orders(self.node, steps, self._library, self._gauge, self._clock)
+        handlers = Handlers(orders, prestage, self._gauge, maintenance)
+        announcer = await self._serve(handlers, watch, lifecycle)
+        if self._settings.host_prefault:
+            lifecycle.spawn(self._arena.fault_in(), "fault in")
         self._drains = [
+            handlers.prestage.stop,
             lambda: steps.settle(round(self._settings.drain_seconds * 1000)),
             lambda: self._server.stop(1.0),
             lambda: self._audit.flush(AUDIT_FLUSH_MS),
@@ -130,10 +155,10 @@ class _Loader:
         for turn in self._drains:
             await turn()
 
-    async def _serve(self, orders: Orders, watch: TritonWatch, lifecycle: Lifecycle) -> str:
+    async def _serve(self, handlers: Handlers, watch: TritonWatch, lifecycle: Lifecycle) -> str:
         identity = self._identity()
-        announcer = Announcer(self.node, identity, self._sink, self._measurements, self._clock)
-        servicer = LoaderServicer(orders, self.node, announcer)
+        announcer = Announcer(self.node, identity, self._gauge, self._sink, self._measurements, self._clock)
+        servicer = LoaderServicer(handlers, self.node, announcer)
         loading_pb2_grpc.add_LoaderServicer_to_server(servicer, self._server.server)
         port = await self._server.start(self._settings.bind_host, self._settings.grpc_port, [SERVICE])
         announcer.reached_at(f"{self._settings.advertise_host}:{port}")

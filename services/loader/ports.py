@@ -3,13 +3,13 @@
 Each fake passes the contract suite of the real adapter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from roundhouse.catalogue.records import Model
+from roundhouse.catalogue.records import ContentFile, Model
 from roundhouse.vocabulary import Digest, ModelName
 from roundhouse.wire.v1 import loading_pb2
 from services.loader.domain.versions import ModelVersion
@@ -67,36 +67,167 @@ class CachedVersion:
 
     digest: Digest
     path: Path  # what the engine is given: the folder, or the file if the version is one file
-    size: int  # bytes
+    size: int  # bytes, shared files included
     last_used_ms: int  # Unix time of the last load
+    files: tuple[ContentFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """What a killed process had fetched of one file: it is gone on with when the same content is asked for."""
+
+    key: str  # SHA-256 of the whole file
+    size: int  # bytes on disk
+    last_used_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundOnDisk:
+    """What a new process finds in its cache folder."""
+
+    versions: list[CachedVersion] = field(default_factory=list)
+    interrupted: list[Interrupted] = field(default_factory=list)
+
+
+class Lane(Protocol):
+    """The right to move the bytes of one version, shared with others by priority."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether bytes may move now."""
+        ...
+
+    def wait_in_thread(self) -> None:
+        """Block this thread until the next chunk may move. Raises Unavailable: nobody wants it any more."""
+        ...
+
+
+class SourceReader(Protocol):
+    """One open file of a source. Called from threads, blocking; several may read at once."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset`; the bytes read, fewer only at the end of the file.
+
+        Raises NotFound, Unavailable (nothing came within the source's limit, after retries)."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        ...
+
+
+class WeightSource(Protocol):
+    """A kind of place where versions come from. Called from threads, blocking."""
+
+    def files(self, source: str) -> list[ContentFile]:
+        """What lies there, by name, with an empty `sha256`. Raises NotFound, InvalidInput, Unavailable."""
+        ...
+
+    def open(self, source: str, file: ContentFile) -> SourceReader:
+        """Open one file. Raises NotFound, Unavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """One version to bring to disk. `files` may be empty: then they are found out."""
+
+    source: str  # a path, or an address with a scheme
+    digest: Digest
+    files: tuple[ContentFile, ...] = ()
+    size_max: int = 0  # bytes that were reserved
 
 
 class WeightCache(Protocol):
     """The content-addressed disk cache. Invariant 10: what it finds is complete and has the digest it is found by."""
 
-    async def start(self) -> list[CachedVersion]:
-        """Throw away what an earlier process left half-done; what is there. Raises Unavailable (folder in use)."""
+    async def start(self) -> FoundOnDisk:
+        """Throw away what an earlier process left half-done and cannot be used; what is there.
+
+        Raises Unavailable (folder in use)."""
         ...
 
-    async def measure(self, source_path: str) -> int:
-        """Bytes of a version at its source. Raises NotFound, InvalidInput."""
+    async def look(self, request: StageRequest) -> tuple[ContentFile, ...]:
+        """The files of a version: those of the request if they are what its digest is over, else as the source
+        lists them, with an empty `sha256`. Raises NotFound, InvalidInput, Unavailable."""
         ...
 
     async def find(self, digest: Digest) -> CachedVersion | None:
         """The cached version; None if there is none or if its files were changed since. Marks it as used now."""
         ...
 
-    async def stage(
-        self, source_path: str, digest: Digest, *, size_max: int, on_bytes: Callable[[int], None]
-    ) -> CachedVersion:
-        """Copy from the source and verify. `on_bytes` gets the total so far, on the event loop.
+    async def stage(self, request: StageRequest, lane: Lane, on_bytes: Callable[[int], None]) -> CachedVersion:
+        """Fetch what is not here yet, and verify. `on_bytes` gets the total so far, on the event loop.
 
-        Raises NotFound, InvalidInput (the content is not the digest's, or larger than `size_max`), Unavailable (disk).
-        After a failure or cancellation nothing is left."""
+        Raises NotFound, InvalidInput (the content is not the digest's, or larger than `size_max`), Unavailable (disk,
+        or the source says nothing). Afterwards, and after a failure or cancellation, no half file is left; whole ones
+        of a version that failed stay until `drop`."""
         ...
 
     async def remove(self, digest: Digest) -> None:
-        """Delete a version. Idempotent."""
+        """Forget a version. Its files stay until `drop`. Idempotent."""
+        ...
+
+    async def drop(self, keys: Collection[str]) -> None:
+        """Delete the files with these contents, whole or interrupted. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaView:
+    """Where an engine finds files in host memory: `ranges` by name in the version, `(offset, bytes)` in the file."""
+
+    path: Path
+    ranges: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class HostVersion:
+    """What an earlier process left whole in the arena: where each piece lies, `(offset, bytes with the rounding)`."""
+
+    digest: Digest
+    ranges: Mapping[str, tuple[int, int]]  # by piece key
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """One file to read into the arena."""
+
+    path: Path
+    size: int  # bytes
+    offset: int  # in the arena
+
+
+class WeightArena(Protocol):
+    """Shared memory of fixed size that engines map. It keeps bytes; which of them mean what, `HostArena` says."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes; 0 = there is none."""
+        ...
+
+    @property
+    def page(self) -> int:
+        """Ranges begin at multiples of this."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """What engines open."""
+        ...
+
+    async def start(self) -> list[HostVersion]:
+        """Take over what an earlier process left, or begin anew."""
+        ...
+
+    async def fill(self, files: Sequence[Filling], lane: Lane, on_bytes: Callable[[int], None]) -> None:
+        """Read files into their ranges. Raises NotFound, Unavailable.
+
+        Cancelled: ends once no byte moves any more, so the ranges may be used again."""
+        ...
+
+    async def record(self, versions: Sequence[HostVersion]) -> None:
+        """Remember, for the next process, which versions are whole."""
         ...
 
 
@@ -120,8 +251,44 @@ class ModelLibrary(Protocol):
         """Bytes one instance takes on its device: the catalogue's, else an estimate. Raises InvalidInput, NotFound."""
         ...
 
-    async def package(self, model: Model, weights: Path) -> LoadPackage:
+    def mapped_files(self, model: Model, files: Sequence[ContentFile]) -> tuple[ContentFile, ...]:
+        """Which files the model's engine reads straight from host memory; the others it opens by path."""
+        ...
+
+    async def package(self, model: Model, weights: Path, arena: ArenaView | None) -> LoadPackage:
         """What Triton is told to load. Raises InvalidInput: the weights are not what the engine needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What the next loader process must know and nobody else can tell it."""
+
+    maintenance: str = ""  # why the node takes no work; empty = it does
+    dead: tuple[str, ...] = ()  # Triton names whose model process died and whose unload was never confirmed
+
+
+class NodeMemory(Protocol):
+    """Survives this process."""
+
+    async def recall(self) -> Remembered:
+        """What an earlier process kept; nothing if there was none."""
+        ...
+
+    async def keep(self, remembered: Remembered) -> None:
+        """Replace it. Raises Unavailable (disk)."""
+        ...
+
+
+class ModelProcesses(Protocol):
+    """The operating system's processes of Triton's models, where this process can see them."""
+
+    async def find(self, triton_name: str) -> Sequence[int] | None:
+        """Process ids that run the model; None if they cannot be told (another container, no such backend)."""
+        ...
+
+    async def memory_bytes(self, pids: Sequence[int]) -> int:
+        """Memory of their own, without what they share with others; 0 if it cannot be told."""
         ...
 
 
@@ -172,4 +339,8 @@ class Measurements(Protocol):
 
     def tiers(self, state: loading_pb2.NodeState) -> None:
         """The bytes of each tier now."""
+        ...
+
+    def moving(self, done: int, total: int) -> None:
+        """Bytes of what is being staged now."""
         ...

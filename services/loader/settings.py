@@ -1,5 +1,6 @@
 """What a loader needs to know of its node. Read once, at start, from the environment."""
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field
 from roundhouse.environment import ServiceSettings
 
 GIB = 1024**3
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory
 
 
 class LoaderSettings(ServiceSettings):
@@ -24,11 +26,26 @@ class LoaderSettings(ServiceSettings):
     triton_repository: Path = Field(description="Triton's --model-repository folder, as this process sees it")
     kvstore_address: str = Field(default="", description="host:port of the node's kvstore; empty = none")
     device_bytes: int = Field(gt=0, description="bytes of device memory that models may take")
-    host_bytes: int = Field(default=8 * GIB, ge=0, description="bytes of host memory that weights may take")
+    host_bytes: int = Field(default=8 * GIB, ge=0, description="bytes of host memory for weights; 0 = no arena")
+    host_arena: Path | None = Field(
+        default=None, description="file of the host arena, on a memory file system; none = below /dev/shm, by CACHE_DIR"
+    )
+    host_prefault: bool = Field(
+        default=False, description="touch all of the host arena at start, so that the first loads are fast too"
+    )
+    source_stall_seconds: float = Field(
+        default=30.0, gt=0, description="a source that sends no chunk of 8 MiB for so long has failed"
+    )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="bytes of the disk cache")
     device_count: int = Field(default=1, ge=1, description="devices of the node")
     cache_dir: Path = Field(description="folder of the disk cache; Triton must see it under the same path")
     load_timeout_seconds: float = Field(default=60.0, gt=0, description="how long Triton may take to load one model")
+
+    @property
+    def arena_path(self) -> Path:
+        """The host arena's file: the same for each process with this cache folder, so that the next one finds it."""
+        name = sha256(str(self.cache_dir.absolute()).encode()).hexdigest()[:12]
+        return self.host_arena or SHARED_MEMORY / f"roundhouse-weights-{name}"
 
     @property
     def triton_address_for_gateways(self) -> str:

@@ -5,38 +5,55 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
-from roundhouse.catalogue.records import Engine, Interface, Model
+from roundhouse.catalogue.records import ContentFile, Engine, Interface, Model
 from roundhouse.errors import NotFound
-from roundhouse.vocabulary import Digest, ModelName
+from roundhouse.vocabulary import ModelName
 from roundhouse.wire.v1 import loading_pb2
+from services.loader.domain.contents import ContentLedger
 from services.loader.domain.instance import State
 from services.loader.domain.memory_ledger import MemoryLedger
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.operations.caches import CacheTiers
-from services.loader.operations.ensure import LoadOrder, Orders, Progress, UnloadOrder
+from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
+from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.node import Node
 from services.loader.operations.perform import Parts, Performer
+from services.loader.operations.prestage import Prestage, StageOrder
+from services.loader.operations.progress import Progress, ProgressGauge
+from services.loader.operations.staging import Stagings
 from services.loader.operations.steps import Steps
 from services.loader.operations.watch_triton import TritonWatch
-from services.loader.ports import AuditNote, LoadPackage
+from services.loader.ports import ArenaView, AuditNote, LoadPackage, Remembered
 from tests.fakes.clock import VirtualClock
 from tests.fakes.model_control import FakeModelControl
-from tests.fakes.weight_cache import FakeWeightCache
+from tests.fakes.weight_arena import FakeWeightArena
+from tests.fakes.weight_cache import FakeSource, FakeWeightCache, digest_of
 
 LOAD_TIMEOUT_MS = 10_000
 SETTLED_MS = 120_000
+STALL_MS = 30_000
 
 
-def small_model(name: str, device_bytes: int = 100, version: int = 1) -> Model:
-    """A catalogue record; its digest is made from name and version."""
+def small_file(content: str, size: int) -> ContentFile:
+    """A file of a version; the same `content` is the same file."""
+    return ContentFile(name=f"{content}.safetensors", size=size, sha256=sha256(content.encode()).hexdigest())
+
+
+def small_model(
+    name: str, device_bytes: int = 100, version: int = 1, *, files: tuple[ContentFile, ...] = (), listed: bool = True
+) -> Model:
+    """A catalogue record of one file of 100 bytes, or of `files`; with `listed` the catalogue names them."""
+    content = files or (small_file(f"{name}{version}", 100),)
     return Model(
         name=ModelName(name),
         source_path=f"/models/{name}",
         engine=Engine.REFERENCE,
         interface=Interface.LLM,
-        digest=Digest("sha256:" + f"{name}{version}".encode().hex().ljust(64, "0")),
+        digest=digest_of(content),
+        files=content if listed else (),
         device_bytes=device_bytes,
     )
 
@@ -53,6 +70,9 @@ class FakeLibrary:
     models: dict[ModelVersion, Model] = field(default_factory=dict)
     knobs: dict[ModelName, dict[str, str]] = field(default_factory=dict)
     is_known: bool = True
+    maps: bool = True
+    views: list[ArenaView | None] = field(default_factory=list)
+    """Where the engine of each package finds its weights in host memory."""
 
     def find(self, version: ModelVersion) -> Model:
         """See `ModelLibrary.find`."""
@@ -68,9 +88,14 @@ class FakeLibrary:
         """See `ModelLibrary.device_bytes`."""
         return model.device_bytes
 
-    async def package(self, model: Model, weights: Path) -> LoadPackage:
+    def mapped_files(self, model: Model, files: Sequence[ContentFile]) -> tuple[ContentFile, ...]:
+        """See `ModelLibrary.mapped_files`."""
+        return tuple(files) if self.maps else ()
+
+    async def package(self, model: Model, weights: Path, arena: ArenaView | None) -> LoadPackage:
         """See `ModelLibrary.package`."""
         knobs = self.knobs.get(model.name, {})
+        self.views.append(arena)
         return LoadPackage(json.dumps({"parameters": {name: {"string_value": text} for name, text in knobs.items()}}))
 
 
@@ -106,6 +131,40 @@ class KeptMeasurements:
     def tiers(self, state: loading_pb2.NodeState) -> None:
         """See `Measurements.tiers`."""
 
+    def moving(self, done: int, total: int) -> None:
+        """See `Measurements.moving`."""
+
+
+@dataclass(slots=True)
+class FakeProcesses:
+    """`ModelProcesses` set by hand: Triton name → process ids; nothing is known of names that are not in it."""
+
+    pids: dict[str, list[int]] = field(default_factory=dict)
+    bytes_each: int = 0
+
+    async def find(self, triton_name: str) -> Sequence[int] | None:
+        """See `ModelProcesses.find`."""
+        return self.pids.get(triton_name)
+
+    async def memory_bytes(self, pids: Sequence[int]) -> int:
+        """See `ModelProcesses.memory_bytes`."""
+        return self.bytes_each * len(pids)
+
+
+@dataclass(slots=True)
+class FakeNodeMemory:
+    """`NodeMemory` in a field."""
+
+    remembered: Remembered = field(default_factory=Remembered)
+
+    async def recall(self) -> Remembered:
+        """See `NodeMemory.recall`."""
+        return self.remembered
+
+    async def keep(self, remembered: Remembered) -> None:
+        """See `NodeMemory.keep`."""
+        self.remembered = remembered
+
 
 @dataclass(slots=True)
 class SmallNode:
@@ -115,12 +174,18 @@ class SmallNode:
     node: Node
     control: FakeModelControl
     cache: FakeWeightCache
+    arena: FakeWeightArena
+    processes: FakeProcesses
+    memory: FakeNodeMemory
     library: FakeLibrary
     audit: KeptNotes
     measurements: KeptMeasurements
     steps: Steps
     caches: CacheTiers
     orders: Orders
+    prestage: Prestage
+    maintenance: Maintenance
+    gauge: ProgressGauge
     watch: TritonWatch
 
     async def load(
@@ -131,8 +196,16 @@ class SmallNode:
         order = LoadOrder(version_of(model), generation, victims, **more)  # type: ignore[arg-type]
         return [progress async for progress in self.orders.ensure_loaded(order)]
 
+    async def stage(
+        self, model: Model, *, to_host: bool = True, reason: str = "prewarm", **more: object
+    ) -> list[Progress]:
+        """Order a staging and follow it to its end."""
+        order = StageOrder(version_of(model), to_host, reason=reason, **more)  # type: ignore[arg-type]
+        return [progress async for progress in self.prestage.ensure_staged(order)]
+
     async def unload(self, model: Model, generation: int = 0) -> bool:
         """Order an unload and wait for it."""
+        self.prestage.cancel(version_of(model))
         return await self.orders.ensure_unloaded(UnloadOrder(version_of(model), generation))
 
     def state(self, model: Model) -> State:
@@ -152,30 +225,61 @@ async def small_node(
     *,
     device_bytes: int = 400,
     disk_bytes: int = 10_000,
-    weights_bytes: int = 100,
+    host_bytes: int = 1_000,
     watched: bool = False,
+    memory: FakeNodeMemory | None = None,
 ) -> AsyncIterator[SmallNode]:
     """A node whose catalogue and sources have `models`; `watched` runs the watch each second, as a process does."""
     clock = VirtualClock()
     library = FakeLibrary({version_of(model): model for model in models})
-    sources = {model.source_path: (model.digest, weights_bytes) for model in models}
-    control, cache = FakeModelControl(clock), FakeWeightCache(clock, sources)
-    audit, measurements = KeptNotes(), KeptMeasurements()
-    node = Node(MemoryLedger(device_bytes), MemoryLedger(1_000), MemoryLedger(disk_bytes))
+    sources = {model.source_path: source_of(model) for model in models}
+    control, cache, arena = FakeModelControl(clock), FakeWeightCache(clock, sources), FakeWeightArena(clock, host_bytes)
+    audit, measurements, processes = KeptNotes(), KeptMeasurements(), FakeProcesses()
+    remembered = memory or FakeNodeMemory()
+    node = Node(MemoryLedger(device_bytes), ContentLedger(disk_bytes))
     async with asyncio.TaskGroup() as tasks:
-        steps = Steps(node, clock, tasks)
-        caches = CacheTiers(node, steps, cache, clock)
-        parts = Parts(control, library, audit, measurements, clock, LOAD_TIMEOUT_MS)
+        steps, stagings = Steps(node, clock, tasks), Stagings(clock, STALL_MS)
+        gauge = ProgressGauge(node, stagings, clock)
+        caches = CacheTiers(node, steps, cache, arena, stagings, clock)
+        parts = Parts(control, library, audit, measurements, processes, clock, LOAD_TIMEOUT_MS)
         steps.performed_by(Performer(node, steps, caches, parts).perform)
-        watch = TritonWatch(node, steps, control, library, audit, measurements)
-        orders = Orders(node, steps, library, clock)
+        recollection = Recollection(node, remembered)
+        watch = TritonWatch(node, steps, control, library, audit, measurements, recollection, clock)
+        orders = Orders(node, steps, library, gauge, clock)
+        prestage = Prestage(node, caches, library, gauge, clock)
+        maintenance = Maintenance(node, steps, prestage, recollection)
         await caches.start()
+        await recollection.recall()
         await watch.turn()
         beat = asyncio.create_task(_beat(watch, clock)) if watched else None
-        yield SmallNode(clock, node, control, cache, library, audit, measurements, steps, caches, orders, watch)
+        yield SmallNode(
+            clock,
+            node,
+            control,
+            cache,
+            arena,
+            processes,
+            remembered,
+            library,
+            audit,
+            measurements,
+            steps,
+            caches,
+            orders,
+            prestage,
+            maintenance,
+            gauge,
+            watch,
+        )
+        await prestage.stop()
         await steps.settle(SETTLED_MS)
         if beat is not None:
             beat.cancel()
+
+
+def source_of(model: Model) -> FakeSource:
+    """What lies at a model's source, if the catalogue is right."""
+    return FakeSource(model.digest, model.files or (small_file(f"{model.name}1", 100),))
 
 
 async def _beat(watch: TritonWatch, clock: VirtualClock) -> None:

@@ -19,12 +19,12 @@ from roundhouse.errors import RoundhouseError
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.ports import TritonState
-from tests.builders.small_node import SmallNode, small_model, small_node, version_of
+from tests.builders.small_node import SmallNode, small_model, small_node, source_of, version_of
 from tests.fakes.clock import run_virtual
 
 MODELS = tuple(small_model(f"m{n}", size) for n, size in enumerate((100, 150, 250, 400)))
 USUAL = {"unload_ms": "1000"}  # what Triton's Python backend takes
-OTHER = small_model("other").digest
+OTHER = source_of(small_model("other"))
 STEPS_MAX = 60
 QUIET_S = 200  # longer than any load, unload, pause or time limit here
 
@@ -124,7 +124,7 @@ async def _take(node: SmallNode, step: Step, generation: int, callers: "list[asy
         case Knob(model, load_ms, fails, bad):
             failing = {"fail_load": "told to"} if fails else {}
             node.library.knobs[MODELS[model].name] = {**USUAL, "load_ms": str(load_ms), **failing}
-            node.cache.sources[MODELS[model].source_path] = (OTHER if bad else MODELS[model].digest, 100)
+            node.cache.sources[MODELS[model].source_path] = OTHER if bad else source_of(MODELS[model])
             if bad:
                 node.cache.cached.pop(MODELS[model].digest, None)
         case Restart(away_ms):

@@ -1,6 +1,7 @@
 """The loader's gRPC service: converts messages, and says refusals in the codes that `loading.proto` promises."""
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -11,27 +12,47 @@ from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc, vocabulary_pb2
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.admission import NEVER_FITS
 from services.loader.operations.describe import STATES, describe_instance
-from services.loader.operations.ensure import LoadOrder, Orders, Progress, UnloadOrder
+from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
+from services.loader.operations.maintenance import Maintenance
 from services.loader.operations.node import Node
+from services.loader.operations.prestage import Prestage, StageOrder
+from services.loader.operations.progress import Progress, ProgressGauge
 from services.loader.operations.tell import Announcer
 
 SERVICE = "roundhouse.v1.Loader"
-_NO_RATE_MS = 0  # remaining time is not estimated yet
+_STAGED_ONLY = (vocabulary_pb2.TIER_HOST, vocabulary_pb2.TIER_DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """Who does what the service is asked for."""
+
+    orders: Orders
+    prestage: Prestage
+    gauge: ProgressGauge
+    maintenance: Maintenance
 
 
 class LoaderServicer(loading_pb2_grpc.LoaderServicer):
     """`roundhouse.v1.Loader`. Errors of ours that are raised here become statuses in `grpc_edge`."""
 
-    def __init__(self, orders: Orders, node: Node, announcer: Announcer) -> None:
-        self._orders = orders
+    def __init__(self, handlers: Handlers, node: Node, announcer: Announcer) -> None:
+        self._orders = handlers.orders
+        self._prestage = handlers.prestage
+        self._gauge = handlers.gauge
+        self._maintenance = handlers.maintenance
         self._node = node
         self._announcer = announcer
 
     async def EnsureLoaded(  # noqa: N802 - the name in the proto
         self, request: loading_pb2.EnsureLoadedRequest, context: Any
     ) -> AsyncIterator[loading_pb2.LoadProgress]:
-        """Follow one load to READY. A caller that cancels leaves it running."""
+        """Follow one load to READY, or one staging to STAGED. A caller that cancels leaves it running."""
         version = _version(request.version)
+        if request.target in _STAGED_ONLY:
+            async for message in self._staged(version, request, context):
+                yield message
+            return
         order = LoadOrder(
             version,
             request.generation,
@@ -45,12 +66,39 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
         except (InvalidInput, CapacityExhausted) as error:
             await _abort(context, error)
 
+    async def _staged(
+        self, version: ModelVersion, request: loading_pb2.EnsureLoadedRequest, context: Any
+    ) -> AsyncIterator[loading_pb2.LoadProgress]:
+        to_host = request.target == vocabulary_pb2.TIER_HOST
+        order = StageOrder(version, to_host, request.deadline_ms, request.reason)
+        try:
+            async for progress in self._prestage.ensure_staged(order):
+                yield self._progress(version, progress)
+        except (InvalidInput, CapacityExhausted) as error:
+            await _abort(context, error)
+
     async def EnsureUnloaded(  # noqa: N802 - the name in the proto
         self, request: loading_pb2.EnsureUnloadedRequest, context: Any
     ) -> loading_pb2.EnsureUnloadedReply:
         """Answer when the memory is free."""
         order = UnloadOrder(_version(request.version), request.generation, request.deadline_ms, request.reason)
+        self._prestage.cancel(order.version)
         return loading_pb2.EnsureUnloadedReply(was_loaded=await self._orders.ensure_unloaded(order))
+
+    async def DrainNode(  # noqa: N802 - the name in the proto
+        self, request: loading_pb2.DrainNodeRequest, context: Any
+    ) -> AsyncIterator[loading_pb2.NodeState]:
+        """Follow the maintenance's beginning until nothing stands on the node. A caller that cancels stops nothing."""
+        await self._maintenance.begin(request.reason or "maintenance")
+        async for _ in self._maintenance.until_empty():
+            yield self._announcer.current()
+
+    async def ResumeNode(  # noqa: N802 - the name in the proto
+        self, request: loading_pb2.ResumeNodeRequest, context: Any
+    ) -> loading_pb2.NodeState:
+        """The node takes work again."""
+        await self._maintenance.end()
+        return self._announcer.current()
 
     async def GetNodeState(  # noqa: N802 - the name in the proto
         self, request: loading_pb2.GetNodeStateRequest, context: Any
@@ -64,11 +112,11 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
             state=STATES.get(progress.state, vocabulary_pb2.INSTANCE_STATE_UNSPECIFIED),
             bytes_done=progress.bytes_done,
             bytes_total=progress.bytes_total,
-            estimated_remaining_ms=_NO_RATE_MS,
+            estimated_remaining_ms=progress.remaining_ms or 0,
         )
         home = self._node.residences.get(version)
         if message.state == vocabulary_pb2.INSTANCE_STATE_READY and home is not None:
-            message.instance.CopyFrom(describe_instance(home))
+            message.instance.CopyFrom(describe_instance(self._node, home, self._gauge))
         return message
 
 

@@ -15,6 +15,18 @@ _bytes = Gauge(
     ["tier", "kind"],
     registry=telemetry.REGISTRY,
 )
+_speed = Gauge(
+    "roundhouse_loader_tier_bytes_per_second",
+    "How fast bytes moved lately from a tier towards the device; 0 = not measured.",
+    ["tier"],
+    registry=telemetry.REGISTRY,
+)
+_staging = Gauge(
+    "roundhouse_loader_staging_bytes",
+    "Bytes of the versions that are being staged now: done, and in all.",
+    ["kind"],
+    registry=telemetry.REGISTRY,
+)
 _loads = Counter(
     "roundhouse_loader_loads",
     "Loads that ended: ready, failed, or refused for lack of room.",
@@ -39,6 +51,7 @@ _TIERS = {
     vocabulary_pb2.TIER_DEVICE: "device",
     vocabulary_pb2.TIER_HOST: "host",
     vocabulary_pb2.TIER_DISK: "disk",
+    vocabulary_pb2.TIER_SOURCE: "source",
 }
 
 
@@ -61,6 +74,14 @@ class PrometheusMeasurements:
         """See `Measurements.tiers`."""
         for tier in state.tiers:
             name = _TIERS[tier.tier]
+            _speed.labels(name).set(tier.bytes_per_second)
+            if not tier.capacity:
+                continue
             _bytes.labels(name, "capacity").set(tier.capacity)
             _bytes.labels(name, "resident").set(tier.resident)
             _bytes.labels(name, "reserved").set(tier.reserved)
+
+    def moving(self, done: int, total: int) -> None:
+        """See `Measurements.moving`."""
+        _staging.labels("done").set(done)
+        _staging.labels("total").set(total)

@@ -5,15 +5,15 @@ A version is known only while the catalogue has its digest: the newest generatio
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engines.packaging import EngineSpec, PackagingError, estimate_device_bytes, package
-from roundhouse.catalogue.records import Catalogue, Model
+from engines.packaging import ArenaRanges, EngineSpec, PackagingError, estimate_device_bytes, maps_file, package
+from roundhouse.catalogue.records import Catalogue, ContentFile, Model
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput, NotFound
 from services.loader.domain.versions import ModelVersion, triton_model_name
-from services.loader.ports import LoadPackage
+from services.loader.ports import ArenaView, LoadPackage
 
 
 class CatalogueLibrary:
@@ -50,15 +50,20 @@ class CatalogueLibrary:
         except PackagingError as error:
             raise InvalidInput(str(error)) from error
 
-    async def package(self, model: Model, weights: Path) -> LoadPackage:
+    def mapped_files(self, model: Model, files: Sequence[ContentFile]) -> tuple[ContentFile, ...]:
+        """See `ModelLibrary.mapped_files`."""
+        return tuple(file for file in files if maps_file(model.engine.value, file.name))
+
+    async def package(self, model: Model, weights: Path, arena: ArenaView | None) -> LoadPackage:
         """See `ModelLibrary.package`."""
+        ranges = None if arena is None else ArenaRanges(str(arena.path), arena.ranges)
         try:
-            made = await asyncio.to_thread(package, self._spec(model, weights))
+            made = await asyncio.to_thread(package, self._spec(model, weights, ranges))
         except PackagingError as error:
             raise InvalidInput(str(error)) from error
         return LoadPackage(json.dumps(made.config), made.files)
 
-    def _spec(self, model: Model, weights: Path) -> EngineSpec:
+    def _spec(self, model: Model, weights: Path, arena: ArenaRanges | None = None) -> EngineSpec:
         return EngineSpec(
             engine=model.engine.value,
             triton_model_name=triton_model_name(ModelVersion(model.name, model.digest)),
@@ -67,6 +72,7 @@ class CatalogueLibrary:
             slots=model.slots,
             kv_pool_tokens=model.kv_pool_tokens,
             kvstore_address=self._kvstore_address,
+            arena=arena,
         )
 
     def _on_generation(self, catalogue: Catalogue) -> None:

@@ -1,4 +1,4 @@
-"""Which holders leave to make room: idle instances on the device, unused weights in the caches.
+"""Which holders leave to make room: idle instances on the device.
 
 Only a choice; nothing is unloaded or deleted here. All or nothing: when even everything offered does not make enough
 room, the answer is `NotEnough` and nobody is chosen, so a hopeless load evicts nothing (case B22).
@@ -52,21 +52,3 @@ def choose_leaving(needed: int, offered: Sequence[Offered[Key]]) -> Leaving[Key]
             chosen.remove(candidate)
             given -= candidate.size
     return Leaving(tuple(candidate.key for candidate in chosen))
-
-
-@dataclass(frozen=True, slots=True)
-class CachedWeights(Generic[Key]):
-    """Weights in a cache tier."""
-
-    key: Key
-    size: int
-    last_used_ms: int
-    in_use: bool  # loaded or being loaded: must stay
-
-
-def choose_cache_evictions(needed: int, cached: Sequence[CachedWeights[Key]]) -> Leaving[Key] | NotEnough:
-    """Choose the least recently used weights that nobody uses, as many as give `needed` bytes. Ties: smaller first."""
-    unused = sorted(
-        (weights for weights in cached if not weights.in_use), key=lambda weights: (weights.last_used_ms, weights.size)
-    )
-    return choose_leaving(needed, [Offered(weights.key, weights.size) for weights in unused])

@@ -6,20 +6,15 @@ promised, and pass to the load in the step that releases them. Until then they s
 be bad, nobody was unloaded for them.
 """
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import TypeVar
 
+from roundhouse.catalogue.records import ContentFile
 from roundhouse.errors import CapacityExhausted, InvalidInput
 from roundhouse.vocabulary import Digest
+from services.loader.domain.contents import Piece, choose_content_evictions
 from services.loader.domain.instance import State
-from services.loader.domain.room import (
-    CachedWeights,
-    Leaving,
-    NotEnough,
-    Offered,
-    choose_cache_evictions,
-    choose_leaving,
-)
+from services.loader.domain.room import Leaving, NotEnough, Offered, choose_leaving
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node, Residence
 
@@ -39,39 +34,26 @@ def choose_victims(node: Node, home: Residence) -> tuple[ModelVersion, ...]:
         for version in dict.fromkeys(home.unload_first)
         if _may_leave(node, version) and version != home.instance.version
     ]
-    return _keys(choose_leaving(home.device_bytes - node.device.free, offered), "device")
+    held = node.device.held_by(home.instance.version).total  # of a load that has begun
+    return _keys(choose_leaving(home.device_bytes - held - node.device.free, offered), "device")
 
 
-def check_disk(node: Node, digest: Digest, size: int) -> tuple[Digest, ...]:
-    """Which cached weights must go so that `size` bytes of `digest` fit on disk. Changes nothing.
+def pieces_of(digest: Digest, files: Sequence[ContentFile]) -> list[Piece]:
+    """What a version takes on disk; a file whose content is not known yet shares with nobody."""
+    return [Piece(file.sha256 or f"{digest}/{file.name}", file.size) for file in files]
+
+
+def check_disk(node: Node, digest: Digest, pieces: Sequence[Piece], staging: Collection[Digest]) -> tuple[Digest, ...]:
+    """Which cached versions must go so that `digest` fits on disk. Changes nothing.
 
     Raises as `choose_victims`."""
-    if digest in node.disk.holdings:
-        return ()
-    _refuse_what_never_fits("disk", size, node.disk.capacity)
-    in_use = node.digests_in_use()
-    cached = [
-        CachedWeights(key, held.total, node.disk_used_ms.get(key, 0), in_use=key in in_use or held.reserved > 0)
-        for key, held in node.disk.holdings.items()
-        if key not in node.disk_leaving
-    ]
-    return _keys(choose_cache_evictions(size - node.disk.free, cached), "disk")
-
-
-def host_evictions(node: Node, digest: Digest, size: int) -> tuple[Digest, ...] | None:
-    """Which weights to stop counting in host memory for `size` bytes of `digest`; None if they cannot be held there."""
-    if digest in node.host.holdings:
-        return ()
-    in_use = node.digests_in_use()
-    cached = [
-        CachedWeights(key, held.total, node.host_used_ms.get(key, 0), in_use=key in in_use)
-        for key, held in node.host.holdings.items()
-    ]
-    match choose_cache_evictions(size - node.host.free, cached):
-        case Leaving(keys):
-            return keys
-        case NotEnough():
-            return None
+    total = sum({piece.key: piece.size for piece in pieces}.values())
+    _refuse_what_never_fits("disk", total, node.disk.capacity)
+    in_use = {*node.digests_in_use(), *staging}
+    unused = sorted(
+        (each for each in node.disk.contents if each not in in_use), key=lambda each: node.disk_used_ms.get(each, 0)
+    )
+    return _keys(choose_content_evictions(node.disk, digest, pieces, unused), "disk")
 
 
 def _may_leave(node: Node, version: ModelVersion) -> bool:

@@ -1,13 +1,16 @@
 """What a node says of itself: the aggregate as the message that schedulers and operators read."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from roundhouse.clock import Clock
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
+from services.loader.domain.contents import ContentLedger
 from services.loader.domain.instance import State
 from services.loader.domain.memory_ledger import MemoryLedger
+from services.loader.domain.rates import Way
+from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node, Residence
+from services.loader.operations.progress import ProgressGauge
 
 STATES: "dict[State, vocabulary_pb2.InstanceState.ValueType]" = {
     State.STAGED: vocabulary_pb2.INSTANCE_STATE_STAGED,
@@ -38,7 +41,9 @@ class Identity:
     device_count: int
 
 
-def describe(node: Node, identity: Identity, sequence: int, clock: Clock) -> loading_pb2.NodeState:
+def describe(
+    node: Node, identity: Identity, gauge: ProgressGauge, sequence: int, clock: Clock
+) -> loading_pb2.NodeState:
     """The node now."""
     return loading_pb2.NodeState(
         node_id=identity.node_id,
@@ -48,17 +53,20 @@ def describe(node: Node, identity: Identity, sequence: int, clock: Clock) -> loa
         pool=identity.pool,
         role=identity.role,
         accepting=node.accepting,
-        unhealthy_reason=node.unhealthy_reason or ("the loader is stopping" if node.draining else ""),
+        unhealthy_reason=node.not_accepting_reason,
         triton_grpc_address=identity.triton_address,
         loader_address=identity.loader_address,
         kvstore_address=identity.kvstore_address,
         tiers=[
             _tier(vocabulary_pb2.TIER_DEVICE, node.device),
-            _tier(vocabulary_pb2.TIER_HOST, node.host),
-            _tier(vocabulary_pb2.TIER_DISK, node.disk),
+            _tier(vocabulary_pb2.TIER_HOST, node.host.ledger, node.rates.bytes_per_second(Way.TO_DEVICE)),
+            _tier(vocabulary_pb2.TIER_DISK, node.disk, node.rates.bytes_per_second(Way.TO_HOST)),
+            vocabulary_pb2.TierBytes(
+                tier=vocabulary_pb2.TIER_SOURCE, bytes_per_second=node.rates.bytes_per_second(Way.TO_DISK)
+            ),
         ],
         instances=[
-            describe_instance(home)
+            describe_instance(node, home, gauge)
             for _, home in sorted(node.residences.items(), key=lambda item: item[0])
             if home.instance.state not in _UNLISTED
         ],
@@ -66,9 +74,10 @@ def describe(node: Node, identity: Identity, sequence: int, clock: Clock) -> loa
     )
 
 
-def describe_instance(home: Residence) -> loading_pb2.Instance:
+def describe_instance(node: Node, home: Residence, gauge: ProgressGauge) -> loading_pb2.Instance:
     """One instance; its bytes are what it holds or will hold on the device."""
     instance = home.instance
+    moving = instance.state in (State.STAGING, State.LOADING)
     return loading_pb2.Instance(
         version=vocabulary_pb2.ModelVersion(model=instance.version.model, digest=instance.version.digest),
         state=STATES.get(instance.state, vocabulary_pb2.INSTANCE_STATE_UNSPECIFIED),
@@ -81,10 +90,31 @@ def describe_instance(home: Residence) -> loading_pb2.Instance:
         reason=instance.reason,
         retry_at_unix_ms=instance.retry_at_ms,
         slots=home.model.slots,
+        tier=fastest_tier(node, home),
+        estimated_remaining_ms=(gauge.read(home).remaining_ms or 0) if moving else 0,
+        measured_bytes=home.measured_bytes,
     )
 
 
-def _tier(tier: "vocabulary_pb2.Tier.ValueType", ledger: MemoryLedger[Any]) -> vocabulary_pb2.TierBytes:
+def _tier(
+    tier: "vocabulary_pb2.Tier.ValueType", ledger: MemoryLedger[ModelVersion] | ContentLedger, bytes_per_second: int = 0
+) -> vocabulary_pb2.TierBytes:
     return vocabulary_pb2.TierBytes(
-        tier=tier, capacity=ledger.capacity, resident=ledger.resident, reserved=ledger.reserved
+        tier=tier,
+        capacity=ledger.capacity,
+        resident=ledger.resident,
+        reserved=ledger.reserved,
+        bytes_per_second=bytes_per_second,
     )
+
+
+def fastest_tier(node: Node, home: Residence) -> "vocabulary_pb2.Tier.ValueType":
+    """Where all of the version's bytes are that is nearest to the device."""
+    digest = home.instance.version.digest
+    if home.instance.state in (State.READY, State.DRAINING):
+        return vocabulary_pb2.TIER_DEVICE
+    if node.host.ledger.is_whole(digest):
+        return vocabulary_pb2.TIER_HOST
+    if node.disk.is_whole(digest):
+        return vocabulary_pb2.TIER_DISK
+    return vocabulary_pb2.TIER_UNSPECIFIED

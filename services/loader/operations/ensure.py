@@ -14,8 +14,10 @@ from roundhouse.clock import Clock
 from roundhouse.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, Unavailable
 from services.loader.domain import instance as words
 from services.loader.domain.instance import BackingOff, Instance, Moved, Order, Stale, State, Step
+from services.loader.domain.staging_priority import Priority
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node, Residence
+from services.loader.operations.progress import Progress, ProgressGauge
 from services.loader.operations.steps import Steps
 from services.loader.ports import ModelLibrary
 
@@ -48,22 +50,14 @@ class UnloadOrder:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a load is. The last one a caller gets is READY."""
-
-    state: State
-    bytes_done: int
-    bytes_total: int
-
-
 class Orders:
     """Takes orders and follows them."""
 
-    def __init__(self, node: Node, steps: Steps, library: ModelLibrary, clock: Clock) -> None:
+    def __init__(self, node: Node, steps: Steps, library: ModelLibrary, gauge: ProgressGauge, clock: Clock) -> None:
         self._node = node
         self._steps = steps
         self._library = library
+        self._gauge = gauge
         self._clock = clock
 
     async def ensure_loaded(self, order: LoadOrder) -> AsyncIterator[Progress]:
@@ -74,9 +68,8 @@ class Orders:
         cause, and when to try again), DeadlinePassed, Unavailable (draining, Triton away, or the node lost it)."""
         home = self._home_for(order.version)
         if home.instance.state is not State.READY and not self._node.accepting:
-            raise Unavailable(self._node.unhealthy_reason or "the loader is stopping")
-        if home.instance.state.is_at_rest or home.instance.state is State.UNLOADING:
-            home.unload_first, home.reason = order.unload_first, order.reason
+            raise Unavailable(self._node.not_accepting_reason)
+        self._note(home, order)
         generation = order.generation or home.instance.generation + 1
         command = words.LoadCommanded(generation, force=order.reason == OPERATOR)
         self._expect_taken(self._steps.take(order.version, command))
@@ -94,6 +87,8 @@ class Orders:
         generation = order.generation or home.instance.generation + 1
         home.reason = order.reason
         self._expect_taken(self._steps.take(order.version, words.UnloadCommanded(generation)))
+        if home.staging is not None and not home.instance.wanted:
+            home.staging.cancel()
         if order.reason == BROKEN and not home.instance.state.is_at_rest:
             self._node.dead.add(home.triton_name)
         deadline_ms = self._deadline(order.deadline_ms)
@@ -106,13 +101,23 @@ class Orders:
             self._check_deadline(deadline_ms, "it is still unloading")
             await self._wait(changed, deadline_ms)
 
+    def _note(self, home: Residence, order: LoadOrder) -> None:
+        """What a load needs to know of its caller; one that has begun takes over what a later caller adds."""
+        if home.instance.state.is_at_rest or home.instance.state is State.UNLOADING:
+            home.unload_first, home.reason = order.unload_first, order.reason
+            return
+        home.unload_first = tuple(dict.fromkeys((*order.unload_first, *home.unload_first)))
+        if Priority.of_reason(order.reason) < Priority.of_reason(home.reason):
+            home.reason = order.reason
+        self._gauge.promote(order.version.digest, Priority.of_reason(order.reason))
+
     async def _follow_load(self, home: Residence, deadline_ms: int | None) -> AsyncIterator[Progress]:
         attempt = home.instance.attempt
         last: Progress | None = None
         while True:
             changed = self._node.progress.next()
             self._raise_outcome(home, attempt)
-            progress = Progress(home.instance.state, home.bytes_done, home.bytes_total)
+            progress = self._gauge.read(home)
             if progress != last:
                 yield progress
                 last = progress

@@ -5,15 +5,19 @@ One event loop owns it; nothing here awaits between reading and changing. It dec
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from roundhouse.catalogue.records import Model
+from roundhouse.catalogue.records import ContentFile, Model
 from roundhouse.errors import RoundhouseError
 from roundhouse.vocabulary import Digest
+from services.loader.domain.contents import ContentLedger
+from services.loader.domain.host_arena import HostArena
 from services.loader.domain.instance import Instance
 from services.loader.domain.memory_ledger import MemoryLedger
+from services.loader.domain.rates import Rates
 from services.loader.domain.versions import ModelVersion, triton_model_name
+from services.loader.ports import CachedVersion, ModelLibrary
 
 
 class Changes:
@@ -32,6 +36,31 @@ class Changes:
         self._event = asyncio.Event()
 
 
+def _maps_nothing(files: Sequence[ContentFile]) -> Collection[str]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is to be brought nearer: a version of a model or of an adapter."""
+
+    digest: Digest
+    source: str
+    files: tuple[ContentFile, ...] = ()
+    mapped: Callable[[Sequence[ContentFile]], Collection[str]] = _maps_nothing
+    """Names of the files that the engine reads from host memory."""
+
+
+def weights_of(model: Model, library: ModelLibrary) -> Weights:
+    """The weights of a model's version."""
+    return Weights(
+        model.digest,
+        model.source_path,
+        model.files,
+        lambda files: {file.name for file in library.mapped_files(model, files)},
+    )
+
+
 @dataclass(slots=True)
 class Residence:
     """One version on this node: its life, and what its current load needs to know."""
@@ -40,13 +69,16 @@ class Residence:
     triton_name: str
     model: Model
     device_bytes: int = 0
-    bytes_done: int = 0
-    bytes_total: int = 0
+    weights_bytes: int = 0
     unload_first: tuple[ModelVersion, ...] = ()
     reason: str = ""  # why the last order was given
     promised_to: ModelVersion | None = None  # the load that gets its bytes
     refusal: RoundhouseError | None = None  # why attempt `refused_attempt` was not admitted
     refused_attempt: int = 0
+    staging: "asyncio.Future[None] | None" = None  # cancelled by an order that does not want it any more
+    measured_bytes: int = 0  # what its processes took after the last load
+    had_process: bool = False  # it is known to run as a process of its own, which can be seen from here
+    lost_ms: tuple[int, ...] = ()  # when Triton lost it, lately
 
 
 @dataclass(slots=True)
@@ -54,14 +86,19 @@ class Node:
     """The aggregate of one node."""
 
     device: MemoryLedger[ModelVersion]
-    host: MemoryLedger[Digest]
-    disk: MemoryLedger[Digest]
+    disk: ContentLedger
+    host: HostArena = field(default_factory=lambda: HostArena(ContentLedger(0)))
     residences: dict[ModelVersion, Residence] = field(default_factory=dict)
+    on_disk: dict[Digest, CachedVersion] = field(default_factory=dict)
     disk_used_ms: dict[Digest, int] = field(default_factory=dict)
-    disk_leaving: set[Digest] = field(default_factory=set)  # being deleted: nobody may count on their bytes twice
     host_used_ms: dict[Digest, int] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
+    measured: dict[ModelVersion, int] = field(default_factory=dict)
+    """Device bytes of versions whose size the catalogue leaves open, as their last load showed."""
     unhealthy_reason: str = "the node's Triton was not asked yet"
     draining: bool = False
+    maintenance: str = ""
+    """Why an operator took the node out of service; empty = nobody did."""
     dead: set[str] = field(default_factory=set)
     """Triton names whose model process died: the memory is free, whatever Triton's index says, until the next load."""
     changes: Changes = field(default_factory=Changes)
@@ -72,7 +109,16 @@ class Node:
     @property
     def accepting(self) -> bool:
         """Whether new work may come here."""
-        return not self.draining and not self.unhealthy_reason
+        return not self.not_accepting_reason
+
+    @property
+    def not_accepting_reason(self) -> str:
+        """Why no new work may come here; empty = it may."""
+        if self.unhealthy_reason:
+            return self.unhealthy_reason
+        if self.maintenance:
+            return f"in maintenance: {self.maintenance}"
+        return "the loader is stopping" if self.draining else ""
 
     def settle_in(self, version: ModelVersion, model: Model) -> Residence:
         """The residence of a version, made if it is new; takes the catalogue's latest record of it."""

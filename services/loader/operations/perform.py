@@ -9,16 +9,28 @@ from dataclasses import dataclass
 
 import structlog
 
+from roundhouse.catalogue.records import Engine
 from roundhouse.clock import Clock
 from roundhouse.errors import CapacityExhausted, DeadlinePassed, RoundhouseError, Unavailable
 from services.loader.domain import instance as words
-from services.loader.domain.instance import Command
+from services.loader.domain.instance import Command, State
+from services.loader.domain.memory_ledger import NoRoom
+from services.loader.domain.rates import Way
+from services.loader.domain.staging_priority import Priority
 from services.loader.domain.versions import ModelVersion
-from services.loader.operations.admission import check_disk, choose_victims
+from services.loader.operations.admission import choose_victims
 from services.loader.operations.caches import CacheTiers
-from services.loader.operations.node import Node, Residence
+from services.loader.operations.node import Node, Residence, weights_of
 from services.loader.operations.steps import Steps
-from services.loader.ports import AuditNote, AuditTrail, Measurements, ModelControl, ModelLibrary, TritonState
+from services.loader.ports import (
+    AuditNote,
+    AuditTrail,
+    Measurements,
+    ModelControl,
+    ModelLibrary,
+    ModelProcesses,
+    TritonState,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +52,7 @@ class Parts:
     library: ModelLibrary
     audit: AuditTrail
     measurements: Measurements
+    processes: ModelProcesses
     clock: Clock
     load_timeout_ms: int
 
@@ -72,10 +85,11 @@ class Performer:
         version = home.instance.version
         try:
             home.model = self._parts.library.find(version)
-            home.device_bytes = await self._parts.library.device_bytes(home.model)
-            home.bytes_total = await self._caches.size(home.model)
-            home.bytes_done = 0
-            check_disk(self._node, version.digest, home.bytes_total)
+            known = self._node.measured.get(version)
+            home.device_bytes = known or await self._parts.library.device_bytes(home.model)
+            files = await self._caches.look(weights_of(home.model, self._parts.library))
+            home.weights_bytes = sum(file.size for file in files)
+            self._caches.check_disk(version.digest, files)
             victims = choose_victims(self._node, home)
         except Exception as error:  # noqa: BLE001 - whatever it is, the callers are told and the life goes on
             home.refusal, home.refused_attempt = _as_error(error), home.instance.attempt
@@ -88,13 +102,34 @@ class Performer:
     async def _stage(self, home: Residence) -> None:
         version, began_ms = home.instance.version, self._parts.clock.monotonic_ms()
         try:
-            await self._caches.stage(home)
+            await self._staged_or_given_up(home)
         except Exception as error:  # noqa: BLE001 - a version must not stay in STAGING
             self._failed(home, words.StageFailed(_as_error(error).message))
+            return
+        if not home.instance.wanted:
+            self._steps.take(version, words.StageFailed("a newer order unloads it"))
             return
         took_ms = self._parts.clock.monotonic_ms() - began_ms
         self._parts.measurements.phase_took("stage", took_ms)
         self._steps.take(version, words.Staged(took_ms))
+
+    async def _staged_or_given_up(self, home: Residence) -> None:
+        """Until it is staged, or nobody wants it: an unload order cancels `home.staging`."""
+        while home.instance.wanted:
+            priority = Priority.of_reason(home.reason)
+            home.staging = asyncio.ensure_future(
+                self._caches.stage(weights_of(home.model, self._parts.library), priority)
+            )
+            try:
+                await home.staging
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # the process ends
+                continue  # given up by an order; a newer one may want it again
+            finally:
+                home.staging = None
+            return
 
     async def _load(self, home: Residence) -> None:
         version = home.instance.version
@@ -105,7 +140,7 @@ class Performer:
                 # Triton would call the dead one loaded and do nothing.
                 await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
             weights = await self._caches.path(version.digest)
-            package = await self._parts.library.package(home.model, weights)
+            package = await self._parts.library.package(home.model, weights, self._caches.view(version.digest))
             began_ms = self._parts.clock.monotonic_ms()
             await self._parts.control.load(home.triton_name, package, timeout_ms=timeout_ms)
             await self._wait_for(home.triton_name, frozenset({TritonState.READY}), timeout_ms)
@@ -114,11 +149,31 @@ class Performer:
             return
         took_ms = self._parts.clock.monotonic_ms() - began_ms
         self._node.dead.discard(home.triton_name)
-        self._caches.count_in_host_memory(version.digest, home.bytes_total)
+        self._node.rates = self._node.rates.learned(Way.TO_DEVICE, home.weights_bytes, took_ms)
         self._parts.measurements.phase_took("load", took_ms)
         self._parts.measurements.load_ended(version.model, "ready")
         self._steps.take(version, words.Loaded(took_ms))
-        self._parts.audit.record(AuditNote("load", version, home.reason, {"load_ms": str(took_ms)}))
+        details = {"load_ms": str(took_ms), "tier": "host" if self._caches.view(version.digest) else "disk"}
+        self._parts.audit.record(AuditNote("load", version, home.reason, details))
+        await self._measure(home)
+
+    async def _measure(self, home: Residence) -> None:
+        """What the model's processes really took. It replaces an estimate; what the catalogue says stays."""
+        version = home.instance.version
+        pids = await self._parts.processes.find(home.triton_name)
+        home.had_process = bool(pids)
+        home.measured_bytes = await self._parts.processes.memory_bytes(pids) if pids else 0
+        if not home.measured_bytes or home.model.device_bytes or home.instance.state is not State.READY:
+            return
+        self._node.measured[version] = home.measured_bytes
+        ledger = self._node.device.resize(version, home.measured_bytes)
+        if isinstance(ledger, NoRoom):
+            log.warning("larger_than_estimated", model=version.model, missing=ledger.missing)
+            details = {"measured": str(home.measured_bytes), "estimated": str(home.device_bytes)}
+            self._parts.audit.record(AuditNote("over-budget", version, "it takes more than there is", details))
+            return
+        self._node.device, home.device_bytes = ledger, home.measured_bytes
+        self._node.tell()
 
     def _failed(self, home: Residence, event: words.StageFailed | words.LoadFailed) -> None:
         version = home.instance.version
@@ -130,17 +185,30 @@ class Performer:
     async def _make_room(self, home: Residence, timeout_ms: int) -> None:
         """Unload whose bytes were promised, and wait until all of `home`'s bytes are reserved."""
         version = home.instance.version
-        for victim in self._node.promised_to(version):
-            self._steps.take(victim.instance.version, words.DrainElapsed(victim.instance.steps))
+        self._unload_promised(version)
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 while (missing := home.device_bytes - self._node.device.held_by(version).total) > 0:
                     changed = self._node.changes.next()
-                    if not self._node.promised_to(version):
+                    if not self._node.promised_to(version) and not self._claim_more(home):
                         raise CapacityExhausted(f"{missing} bytes of device were promised and did not come free")
                     await changed.wait()
         except TimeoutError as error:
             raise DeadlinePassed(f"what had to leave first was not gone within {timeout_ms} ms") from error
+
+    def _unload_promised(self, heir: ModelVersion) -> None:
+        for victim in self._node.promised_to(heir):
+            self._steps.take(victim.instance.version, words.DrainElapsed(victim.instance.steps))
+
+    def _claim_more(self, home: Residence) -> bool:
+        """Take others that a later caller allowed to leave, in place of those that came into use again."""
+        try:
+            victims = choose_victims(self._node, home)
+        except CapacityExhausted:
+            return False
+        self._steps.promise(home, victims)
+        self._unload_promised(home.instance.version)
+        return True
 
     async def _drain(self, home: Residence) -> None:
         steps = home.instance.steps
@@ -160,7 +228,7 @@ class Performer:
                 break
             except (Unavailable, DeadlinePassed):
                 log.info("unload_not_confirmed", model=version.model, digest=version.digest)
-                if home.triton_name in self._node.dead:
+                if home.triton_name in self._node.dead or await self._has_no_process(home):
                     break
                 await self._parts.clock.sleep_ms(LONGEST_POLL_MS)
             except Exception as error:  # noqa: BLE001 - bytes stay held until Triton says otherwise; ask again
@@ -174,6 +242,14 @@ class Performer:
         self._parts.measurements.unloaded(why)
         details = {"order": home.reason} if made_room_for is None else {"made_room_for": str(made_room_for)}
         self._parts.audit.record(AuditNote("unload", version, why, details))
+
+    async def _has_no_process(self, home: Residence) -> bool:
+        """Whether the model's process died, so that Triton waits for ever for its requests to end."""
+        has_one = home.had_process or home.model.engine is not Engine.TRITON  # our own engines always do
+        if home.instance.reason or not has_one or await self._parts.processes.find(home.triton_name) != []:
+            return False
+        self._node.dead.add(home.triton_name)
+        return True
 
     async def _wait_for(self, name: str, wanted: frozenset[TritonState], timeout_ms: int) -> None:
         """Poll the index until the model is in a `wanted` state. Raises DeadlinePassed, Unavailable."""

@@ -81,7 +81,7 @@ class Steps:
         if state is before.state:
             return
         if state is State.READY:
-            home.promised_to = None  # a newer load took it back from whoever was to get its bytes
+            self._take_back(home)
         if state is State.READY and before.state is State.LOADING:
             self._node.device = self._node.device.commit(version)
         if state.is_at_rest or state is State.ADMITTING:  # also when it is wanted again as soon as it is gone
@@ -89,6 +89,13 @@ class Steps:
             self._hand_over(home)
         if state not in (State.ADMITTING, State.STAGING, State.LOADING):
             self._give_up_promises(version)
+
+    def _take_back(self, home: Residence) -> None:
+        """A newer load wants it: whoever was to get its bytes must not choose it again."""
+        heir = None if home.promised_to is None else self._node.residences.get(home.promised_to)
+        home.promised_to = None
+        if heir is not None:
+            heir.unload_first = tuple(each for each in heir.unload_first if each != home.instance.version)
 
     def _hand_over(self, home: Residence) -> None:
         heir = None if home.promised_to is None else self._node.residences.get(home.promised_to)

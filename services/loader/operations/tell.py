@@ -15,6 +15,7 @@ from roundhouse.errors import Unavailable
 from roundhouse.wire.v1 import loading_pb2
 from services.loader.operations.describe import Identity, describe
 from services.loader.operations.node import Changes, Node
+from services.loader.operations.progress import ProgressGauge
 from services.loader.ports import Measurements, StateSink
 
 log = structlog.get_logger(__name__)
@@ -26,10 +27,17 @@ class Announcer:
     """Two loops: `publish_states` and `keep_states`. Both end only by cancellation."""
 
     def __init__(
-        self, node: Node, identity: Identity, sink: StateSink, measurements: Measurements, clock: Clock
+        self,
+        node: Node,
+        identity: Identity,
+        gauge: ProgressGauge,
+        sink: StateSink,
+        measurements: Measurements,
+        clock: Clock,
     ) -> None:
         self._node = node
         self._identity = identity
+        self._gauge = gauge
         self._sink = sink
         self._measurements = measurements
         self._clock = clock
@@ -62,6 +70,7 @@ class Announcer:
         """Publish the state as it is now; returns it. Raises nothing that is expected."""
         state = self.current()
         self._measurements.tiers(state)
+        self._measurements.moving(*self._gauge.moving())
         try:
             await self._sink.publish(state)
         except Unavailable as error:
@@ -73,7 +82,7 @@ class Announcer:
     def current(self) -> loading_pb2.NodeState:
         """The state as it is now, under a sequence number of its own."""
         self._sequence += 1
-        return describe(self._node, self._identity, self._sequence, self._clock)
+        return describe(self._node, self._identity, self._gauge, self._sequence, self._clock)
 
     async def _keep(self, state: loading_pb2.NodeState) -> None:
         try:

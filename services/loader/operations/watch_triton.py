@@ -3,18 +3,20 @@
 Once a second: a probe, then the index. A hung server is told from a dead one only by its silence, so one slow answer is
 asked again before the node takes itself out of service; silence is noticed within 3 s of the hang. What the index no
 longer has is marked as not loaded and its bytes are released; what it has and nobody knows is adopted if the catalogue
-names it and it fits, else unloaded.
+names it and it fits, else unloaded. What was lost with a Triton that was restarted is loaded again.
 """
 
 from collections.abc import Mapping
 
 import structlog
 
+from roundhouse.clock import Clock
 from roundhouse.errors import EngineFailed, NotFound, RoundhouseError
 from services.loader.domain import instance as words
 from services.loader.domain.instance import State
 from services.loader.domain.memory_ledger import NoRoom
 from services.loader.domain.versions import ModelVersion
+from services.loader.operations.maintenance import Recollection
 from services.loader.operations.node import Node, Residence
 from services.loader.operations.steps import Steps
 from services.loader.ports import AuditNote, AuditTrail, Measurements, ModelControl, ModelLibrary, TritonState
@@ -26,6 +28,10 @@ TURN_MS = 1_000
 PROBE_TIMEOUT_MS = 1_000
 SECOND_PROBE_TIMEOUT_MS = 500
 UNLOAD_TIMEOUT_MS = 1_000
+LOST_MAX = 3  # so often within the window a version comes back by itself; then it waits for an order. A guess.
+LOST_WINDOW_MS = 300_000
+RECONCILE = "reconcile"
+"""The reason of a load that nobody ordered: Triton came back without what it had."""
 
 
 class TritonWatch:
@@ -39,6 +45,8 @@ class TritonWatch:
         library: ModelLibrary,
         audit: AuditTrail,
         measurements: Measurements,
+        recollection: Recollection,
+        clock: Clock,
     ) -> None:
         self._node = node
         self._steps = steps
@@ -46,6 +54,8 @@ class TritonWatch:
         self._library = library
         self._audit = audit
         self._measurements = measurements
+        self._recollection = recollection
+        self._clock = clock
 
     async def turn(self) -> None:
         """Probe, compare, repair. Raises nothing that is expected."""
@@ -57,6 +67,7 @@ class TritonWatch:
             self._node.set_health(error.message)
             return
         self._node.dead &= index.keys()
+        await self._recollect()
         self._drop_lost(index, before)
         if self._library.is_known:
             await self._take_in_unknown(index, before)
@@ -81,9 +92,26 @@ class TritonWatch:
             loaded = home.instance.state in (State.READY, State.DRAINING)
             if unchanged and loaded and index.get(home.triton_name) is not TritonState.READY:
                 log.warning("instance_lost", model=version.model, digest=version.digest)
+                was = home.instance
                 self._steps.take(version, words.Lost())
                 self._measurements.unloaded("lost")
                 self._audit.record(AuditNote("lost", version, "Triton does not have it any more"))
+                self._load_again(home, wanted=was.wanted)
+
+    def _load_again(self, home: Residence, *, wanted: bool) -> None:
+        """What was wanted comes back by itself, beside nobody's loss; what takes Triton down with it does not."""
+        now_ms = self._clock.now_ms()
+        home.lost_ms = (*(each for each in home.lost_ms if now_ms - each < LOST_WINDOW_MS), now_ms)
+        if not wanted or self._node.maintenance or self._node.draining or len(home.lost_ms) > LOST_MAX:
+            return
+        home.unload_first, home.reason = (), RECONCILE
+        self._steps.take(home.instance.version, words.LoadCommanded(home.instance.generation))
+
+    async def _recollect(self) -> None:
+        try:
+            await self._recollection.keep()
+        except RoundhouseError as error:
+            log.warning("not_remembered", reason=error.message)
 
     async def _take_in_unknown(self, index: Mapping[str, TritonState], before: Mapping[ModelVersion, int]) -> None:
         known = self._library.versions()

@@ -20,7 +20,8 @@ from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc, vocabulary_pb2
 from tests.infra import TritonServer
 
 READY = vocabulary_pb2.INSTANCE_STATE_READY
-STARTED_WITHIN_S = 15
+STARTED_WITHIN_S = 30
+HOST_BYTES = 64 * 1024 * 1024
 Predicate = Callable[[loading_pb2.NodeState], bool]
 
 
@@ -98,6 +99,8 @@ class LoaderProcess:
             "TRITON_REPOSITORY": str(self.triton.model_repository),
             "DEVICE_BYTES": "400",
             "CACHE_DIR": str(self.cache),
+            "HOST_BYTES": str(HOST_BYTES),
+            "HOST_ARENA": str(self.cache.with_suffix(".arena")),
             "LOAD_TIMEOUT_SECONDS": "20",
             "DRAIN_SECONDS": "5",
             **self.extra,
@@ -186,6 +189,12 @@ def device(state: loading_pb2.NodeState) -> tuple[int, int]:
 def instance(state: loading_pb2.NodeState, model: Model) -> loading_pb2.Instance | None:
     """The instance of a model's version, if it is listed."""
     return next((entry for entry in state.instances if entry.version == version_of(model)), None)
+
+
+def is_ready(state: loading_pb2.NodeState, model: Model) -> bool:
+    """Whether the model's version is ready on the node."""
+    found = instance(state, model)
+    return found is not None and found.state == READY
 
 
 def count_loads(folder: Path, marker: Path) -> Path:

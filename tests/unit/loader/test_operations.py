@@ -19,7 +19,7 @@ from roundhouse.errors import (
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.admission import NEVER_FITS
-from tests.builders.small_node import SmallNode, small_model, small_node, version_of
+from tests.builders.small_node import SmallNode, small_model, small_node, source_of, version_of
 from tests.fakes.clock import run_virtual
 
 A, B, C = small_model("a"), small_model("b"), small_model("c")
@@ -102,7 +102,7 @@ async def test_bad_weights_evict_nobody(node: SmallNode) -> None:
     for model in (A, B, C):
         await node.load(model)
     before = node.node.device
-    node.cache.sources[WIDE.source_path] = (A.digest, 100)
+    node.cache.sources[WIDE.source_path] = source_of(A)
     with pytest.raises(EngineFailed) as failed:
         await node.load(WIDE, first=(A, B, C))
     assert failed.value.retry_after_ms == 1_000
@@ -205,15 +205,17 @@ async def test_a_hung_load_holds_its_bytes_and_tells_its_callers(node: SmallNode
 
 @on_a_small_node()
 async def test_what_triton_lost_is_marked_and_freed(node: SmallNode) -> None:
-    """A restarted Triton is empty: one turn later nothing is loaded, and it can be loaded again."""
+    """A restarted Triton is empty: one turn later nothing is loaded there, and what was wanted comes back by itself."""
     await node.load(A)
     await node.load(B)
+    await node.unload(B)
     node.control.restart()
     await node.watch.turn()
-    assert [node.state(A), node.state(B)] == [State.STAGED] * 2
     assert node.device == (0, 0)
-    assert node.measurements.unloads == ["lost", "lost"]
+    assert node.measurements.unloads == ["ordered", "lost"]
     assert (await node.load(A))[-1].state is State.READY
+    assert [node.state(A), node.state(B)] == [State.READY, State.STAGED]
+    assert node.audit.notes[-1].reason == "reconcile"
 
 
 @on_a_small_node()
@@ -251,7 +253,7 @@ def test_a_new_process_adopts_what_fits_and_unloads_the_rest() -> None:
         async with small_node(MODELS) as old:
             for model in (A, B):
                 await old.load(model)
-            await old.control.load("stranger--1", await old.library.package(A, Path("/")), timeout_ms=9)
+            await old.control.load("stranger--1", await old.library.package(A, Path("/"), None), timeout_ms=9)
         async with small_node((A, B), device_bytes=150) as new:
             new.watch._control = old.control
             await new.watch.turn()
@@ -266,7 +268,7 @@ def test_a_new_process_adopts_what_fits_and_unloads_the_rest() -> None:
 @on_a_small_node()
 async def test_without_a_catalogue_nothing_is_unloaded(node: SmallNode) -> None:
     """An unknown name proves nothing before the catalogue was read; the node waits instead."""
-    await node.control.load("m--1", await node.library.package(A, Path("/")), timeout_ms=9)
+    await node.control.load("m--1", await node.library.package(A, Path("/"), None), timeout_ms=9)
     node.library.is_known = False
     await node.watch.turn()
     assert node.control.unloads == []

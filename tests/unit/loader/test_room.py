@@ -3,14 +3,7 @@
 import pytest
 
 from services.loader.domain.backoff import retry_delay_ms
-from services.loader.domain.room import (
-    CachedWeights,
-    Leaving,
-    NotEnough,
-    Offered,
-    choose_cache_evictions,
-    choose_leaving,
-)
+from services.loader.domain.room import Leaving, NotEnough, Offered, choose_leaving
 
 
 @pytest.mark.parametrize(
@@ -30,13 +23,6 @@ from services.loader.domain.room import (
 def test_only_as_many_as_needed_in_order(needed: int, sizes: list[int], expected: "Leaving[int] | NotEnough") -> None:
     """B22: all or nothing, and nobody who could stay."""
     assert choose_leaving(needed, [Offered(index, size) for index, size in enumerate(sizes)]) == expected
-
-
-def test_the_cache_gives_up_what_was_not_used_longest() -> None:
-    """Used at 1, 2, 3; the one used at 1 is in use; 50 needed: the one used at 2 goes."""
-    cached = [CachedWeights("c", 50, 3, False), CachedWeights("a", 50, 1, True), CachedWeights("b", 50, 2, False)]
-    assert choose_cache_evictions(50, cached) == Leaving(("b",))
-    assert choose_cache_evictions(101, cached) == NotEnough(1)
 
 
 def test_the_pause_doubles_up_to_a_minute() -> None:

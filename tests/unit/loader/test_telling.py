@@ -45,7 +45,7 @@ class KeptStates:
 
 async def telling(node: SmallNode, sink: KeptStates, duration_s: float) -> None:
     """Run both loops for some time."""
-    announcer = Announcer(node.node, IDENTITY, sink, KeptMeasurements(), node.clock)
+    announcer = Announcer(node.node, IDENTITY, node.gauge, sink, KeptMeasurements(), node.clock)
     loops = [asyncio.create_task(announcer.publish_states()), asyncio.create_task(announcer.keep_states())]
     await asyncio.sleep(duration_s)
     for loop in loops:
