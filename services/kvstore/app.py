@@ -24,14 +24,16 @@ from roundhouse.wire.v1 import kv_pb2_grpc
 from services.kvstore.adapters.grpc_peers import GrpcPeers
 from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer, NodeParts
 from services.kvstore.adapters.metrics import Counts, table_metrics
-from services.kvstore.adapters.segment_files import PAGE, SegmentFiles
+from services.kvstore.adapters.segment_files import SegmentFiles
+from services.kvstore.adapters.segment_header import PAGE
 from services.kvstore.adapters.shm_arena import shm_arena
+from services.kvstore.adapters.tenant_keys import TenantKeys
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.disk_index import DiskIndex
 from services.kvstore.domain.peer_directory import PeerDirectory
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
-from services.kvstore.operations.disk_tier import DiskParts, DiskTier
+from services.kvstore.operations.disk_tier import READ_LANES, DiskParts, DiskTier
 from services.kvstore.operations.fetch_blocks import PeerTier
 from services.kvstore.operations.follow_peers import PeerFollower
 from services.kvstore.operations.send_blocks import PeerService
@@ -46,7 +48,7 @@ ANNOUNCE_INTERVAL_MS = 100  # placement may lag this far behind; one message a t
 REPEAT_INTERVAL_MS = 5_000  # a follower that lost the last message of a quiet node learns of it within this time
 MEND_INTERVAL_MS = 500  # how long a gap stays open, plus the snapshot
 WRITE_INTERVAL_MS = 20  # a block that earned its place waits this long, twice at most
-DISK_THREADS = 4  # one writer, and reads deep enough for one NVMe drive's bandwidth at 1 MiB
+DISK_THREADS = READ_LANES + 1  # and one writer
 STOP_GRACE_S_MAX = 2.0  # calls take milliseconds
 
 
@@ -81,7 +83,9 @@ async def _open_disk(
     if not settings.data_dir:
         return None
     try:
-        files = SegmentFiles(Path(settings.data_dir), settings.disk_segment_bytes)
+        folder = Path(settings.data_dir)
+        keys = TenantKeys(folder / "keys", _disk_key(settings.disk_key_file)) if settings.disk_key_file else None
+        files = SegmentFiles(folder, settings.disk_segment_bytes, keys=keys)
     except DiskFault as fault:
         log.error("no_disk_tier", text=str(fault))
         return None
@@ -94,6 +98,14 @@ async def _open_disk(
     await disk.open()
     stack.push_async_callback(disk.close)
     return disk
+
+
+def _disk_key(path: str) -> bytes:
+    """The cluster's key. Raises Unavailable: without it nothing may be written in the clear instead."""
+    try:
+        return bytes.fromhex(Path(path).read_text().strip())
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"the key of the disk cannot be read from {path}") from error
 
 
 def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock: Clock | None = None) -> Application:

@@ -15,6 +15,10 @@ class DiskFault(Exception):
     """The disk did not do what it was asked. Never reaches a caller: it is counted, and the block is a miss."""
 
 
+class BlockCorrupt(DiskFault):
+    """The disk gave other bytes than were written. It may go on being asked for others."""
+
+
 class PeerFault(Exception):
     """A peer did not do what it was asked, or not in time. Never reaches a caller: it is counted, and what is
     missing is a miss."""
@@ -80,6 +84,10 @@ class BlockLog(Protocol):
 
     def destroy(self, records: tuple[DiskRecord, ...]) -> None:
         """Overwrite blocks so that nobody finds or reads them again, also after a restart."""
+        ...
+
+    def forget(self, salt: bytes) -> None:
+        """Destroy what the blocks of a salt are encrypted with, if they are. Idempotent."""
         ...
 
     def remove(self, number: int) -> None:

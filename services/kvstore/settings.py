@@ -23,6 +23,10 @@ class KvStoreSettings(ServiceSettings):
     disk_segment_bytes: int = Field(default=64 * MIB, gt=0, description="size of one segment file, bytes")
     disk_salt_bytes: int = Field(default=0, ge=0, description="bound on disk of one tenant, bytes; 0 = none")
 
+    disk_key_file: str = Field(
+        default="", description="file with 64 hexadecimal digits: blocks on disk are encrypted; empty = they are not"
+    )
+
     @model_validator(mode="after")
     def _has_two_segments(self) -> "KvStoreSettings":
         if self.data_dir and self.disk_bytes < 2 * self.disk_segment_bytes:

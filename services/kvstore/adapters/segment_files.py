@@ -3,12 +3,12 @@
 ```
 segment   | record | record | record | ...               one file, <number>.segment
 record    | header, one page | the block's bytes, to whole pages |
-header    magic, alive or dead, lengths, checksum of the bytes, key, parent, salt, model digest; checksum of the header
+header    see `segment_header`
 ```
 
-Pages make every read and write fit for O_DIRECT, so a block goes from the disk into its slot without a copy. A scan
-believes a header only if its own checksum is right for this file and this place, so that no bytes of a block can pose
-as a header; it cuts a file at the first header it does not believe. The bytes are checked by whoever reads them.
+Pages make every read and write fit for O_DIRECT, so a block goes from the disk into its slot without a copy; with keys
+it is encrypted on the way. A scan believes a header only if it was made for this file and this place, so that no bytes
+of a block can pose as one; it cuts a file at the first header it does not believe. Who reads the bytes checks them.
 Nothing is synced but an erasure: what a power cut takes is a miss. Every fault is a `DiskFault`. Calls block; `append`,
 `destroy` and `remove` come from one thread at a time, `read_into` from any. Decision: docs/decisions/0054-disk-tier.md.
 """
@@ -18,44 +18,30 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
-import xxhash
 
+from services.kvstore.adapters.segment_header import ALIVE, DEAD, PAGE, header_page, padded, parsed, span_of
+from services.kvstore.adapters.tenant_keys import TAG_BYTES, TenantKeys
 from services.kvstore.domain.disk_index import DiskRecord
 from services.kvstore.ports import DiskFault
 
 log = structlog.get_logger(__name__)
 
-PAGE = 4096  # the largest logical block size of common disks
-MAGIC = b"RHKVSEG1"
-ALIVE, DEAD = 1, 0
-FIELD_BYTES_MAX = 256
-_HEAD = struct.Struct("<8sBQQHHHH")  # magic, state, length, checksum, lengths of key, parent, salt, model digest
-_CHECK = struct.Struct("<Q")
-
-
-def span_of(length: int) -> int:
-    """Bytes that a block of `length` takes in a segment."""
-    return PAGE + padded(length)
-
-
-def padded(length: int) -> int:
-    """`length` in whole pages."""
-    return -(-length // PAGE) * PAGE
-
 
 class SegmentFiles:
     """`BlockLog` over files in one folder, which belongs to this process alone (checked by a lock)."""
 
-    def __init__(self, folder: Path, segment_bytes: int, *, direct: bool = True) -> None:
-        """Makes the folder. Raises DiskFault."""
+    def __init__(
+        self, folder: Path, segment_bytes: int, *, direct: bool = True, keys: TenantKeys | None = None
+    ) -> None:
+        """Makes the folder; encrypts if there are `keys`. Raises DiskFault."""
         self._folder = folder
+        self._keys = keys
         self._segment_bytes = segment_bytes
         self._files: dict[int, int] = {}
         self._ends: dict[int, int] = {}
@@ -118,10 +104,8 @@ class SegmentFiles:
                 self._open_next()
             number, offset = self._writing, self._ends[self._writing]
             placed = replace(record, segment=number, offset=offset, span=span)
-            body = data[: padded(record.length)]
-            if len(body) < padded(record.length) or not _is_aligned(body):
-                body = _aligned_copy(data[: record.length])
-            written = os.pwritev(self._files[number], [_header(placed, ALIVE), body], offset)
+            placed, body = self._body(placed, data)
+            written = os.pwritev(self._files[number], [header_page(placed, ALIVE, self._keys), body], offset)
             if written != span:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -136,16 +120,44 @@ class SegmentFiles:
             raise DiskFault("the segment has been removed")
         wanted, start = padded(record.length), record.offset + PAGE
         try:
-            if len(into) >= wanted and _is_aligned(into):
+            if self._keys is None and len(into) >= wanted and _is_aligned(into):
                 got = os.preadv(descriptor, [into[:wanted]], start)
             else:
-                with mmap.mmap(-1, wanted) as bounce:
-                    got = os.preadv(descriptor, [bounce], start)
-                    into[: record.length] = bounce[: record.length]
+                got = self._read_around(descriptor, record, into)
         except OSError as error:
             raise DiskFault(f"a block could not be read: {error.strerror}") from error
         if got < record.length:
             raise DiskFault("a block ends too early")
+
+    def forget(self, salt: bytes) -> None:
+        """Destroy the salt's key, if blocks are encrypted. Idempotent. Raises DiskFault."""
+        if self._keys is not None:
+            self._keys.forget(salt)
+
+    def _body(self, record: DiskRecord, data: memoryview) -> tuple[DiskRecord, memoryview]:
+        """Whole aligned pages with the block's bytes, encrypted if there are keys, and the record that tells how."""
+        length, pages = record.length, padded(record.length)
+        if self._keys is not None:
+            room = memoryview(mmap.mmap(-1, pages + PAGE))
+            seal = self._keys.seal(record.salt, record.key, data[:length], room[: length + TAG_BYTES])
+            room[length : length + TAG_BYTES] = bytes(TAG_BYTES)
+            return replace(record, seal=seal), room[:pages]
+        body = data[:pages]
+        if len(body) < pages or not _is_aligned(body):
+            body = _aligned_copy(data[:length])
+        return record, body
+
+    def _read_around(self, descriptor: int, record: DiskRecord, into: memoryview) -> int:
+        """Read into pages of our own first: to decrypt, or because `into` is not aligned."""
+        length, wanted = record.length, padded(record.length)
+        room = memoryview(mmap.mmap(-1, wanted + PAGE))
+        got = os.preadv(descriptor, [room[:wanted]], record.offset + PAGE)
+        if self._keys is None:
+            into[:length] = room[:length]
+        elif got >= length:
+            sealed, target = room[: length + TAG_BYTES], into[:length]
+            self._keys.unseal(record.salt, record.key, record.seal, sealed, target)
+        return got
 
     def destroy(self, records: tuple[DiskRecord, ...]) -> None:
         """Overwrite blocks with zeros, headers first, and sync. A segment that refuses is removed. Raises DiskFault."""
@@ -156,7 +168,7 @@ class SegmentFiles:
                 continue
             try:
                 zeros = _aligned_copy(bytes(record.length))
-                os.pwritev(self._files[record.segment], [_header(record, DEAD), zeros], record.offset)
+                os.pwritev(self._files[record.segment], [header_page(record, DEAD, self._keys), zeros], record.offset)
             except OSError:
                 refused.add(record.segment)
         for number in touched - refused:
@@ -202,7 +214,7 @@ class SegmentFiles:
         with mmap.mmap(-1, PAGE) as page:
             while offset + PAGE <= end:
                 os.preadv(descriptor, [page], offset)
-                found = _parsed(page, number, offset)
+                found = parsed(page[:], number, offset, self._keys)
                 if found is None or offset + found[0].span > end:
                     break
                 record, state = found
@@ -213,36 +225,6 @@ class SegmentFiles:
             log.warning("segment_cut", segment=number, bytes_cut=end - offset)
             os.ftruncate(descriptor, offset)
         self._ends[number] = offset
-
-
-def _header(record: DiskRecord, state: int) -> mmap.mmap:
-    """A page for the start of a record; a dead one names nobody."""
-    fields = (record.key, record.parent_key, record.salt, record.model_digest) if state == ALIVE else (b"",) * 4
-    if any(len(value) > FIELD_BYTES_MAX for value in fields):
-        raise OSError(errno.EINVAL, "a name of the block is too long")
-    checksum = record.checksum if state == ALIVE else 0
-    text = _HEAD.pack(MAGIC, state, record.length, checksum, *map(len, fields)) + b"".join(fields)
-    page = mmap.mmap(-1, PAGE)
-    page[: len(text)] = text
-    page[PAGE - _CHECK.size :] = _CHECK.pack(_check(page[: -_CHECK.size], record.segment, record.offset))
-    return page
-
-
-def _check(text: bytes, segment: int, offset: int) -> int:
-    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", segment, offset) + text)
-
-
-def _parsed(page: mmap.mmap, segment: int, offset: int) -> tuple[DiskRecord, int] | None:
-    text = page[: -_CHECK.size]
-    if _CHECK.unpack(page[-_CHECK.size :])[0] != _check(text, segment, offset) or not text.startswith(MAGIC):
-        return None
-    _, state, length, checksum, *sizes = _HEAD.unpack_from(text)
-    fields, at = [], _HEAD.size
-    for size in sizes:
-        fields.append(bytes(text[at : at + size]))
-        at += size
-    key, parent, salt, model_digest = fields
-    return DiskRecord(key, salt, model_digest, parent, length, checksum, segment, offset, span_of(length)), state
 
 
 def _is_aligned(view: memoryview) -> bool:

@@ -109,6 +109,11 @@ class BlockTable:
         lease = self._leases.open(holder, now_ms, chain)
         return Held(lease.lease_id, block.place(), block.salt, block.model_digest, block.parent_key)
 
+    def has(self, key: bytes) -> bool:
+        """Whether a block is visible, for whatever salt."""
+        block = self._blocks.get(key)
+        return block is not None and block.stored
+
     def model_digest(self, key: bytes) -> bytes:
         """The model that made a block; empty if it is not here."""
         block = self._blocks.get(key)

@@ -11,7 +11,7 @@ given up yields room. Decision: docs/decisions/0054-disk-tier.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.kvstore.domain.records import NOTHING_SHARED, ROOT, Shared
 
@@ -22,7 +22,9 @@ GUARANTEED_SHARE = 0.5  # of the disk is divided equally among the salts on it; 
 
 @dataclass(frozen=True, slots=True)
 class DiskRecord:
-    """One block on disk. `offset` is where its record starts in its segment; `span` is what it takes there, bytes."""
+    """One block on disk. `offset` is where its record starts in its segment; `span` is what it takes there, bytes.
+
+    `seal` opens its bytes if they are encrypted; it changes when the block is written again."""
 
     key: bytes
     salt: bytes
@@ -33,6 +35,7 @@ class DiskRecord:
     segment: int = -1
     offset: int = -1
     span: int = 0
+    seal: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class DiskIndex:
         self._salts: dict[bytes, dict[bytes, None]] = {}
         self._salt_bytes: dict[bytes, int] = {}
         self._tick = 0
+        self._gone: list[bytes] = []
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
@@ -110,13 +114,13 @@ class DiskIndex:
             self._entries[record.parent_key].children[record.key] = None
         return True
 
-    def moved(self, record: DiskRecord, segment: int, offset: int) -> None:
-        """A block lies elsewhere now; its second chance is spent. Ignored if it has gone meanwhile."""
+    def moved(self, record: DiskRecord, copy: DiskRecord) -> None:
+        """A block lies where `copy` says now; its second chance is spent. Ignored if it has gone meanwhile."""
         entry = self._entries.get(record.key)
         if entry is None or entry.record != record:
             return
         self._unplace(record)
-        entry.record = replace(record, segment=segment, offset=offset)
+        entry.record = copy
         entry.written = entry.used
         self._place(entry.record)
 
@@ -176,6 +180,15 @@ class DiskIndex:
             gone += self.drop(key)
         return tuple(gone)
 
+    def keys(self) -> list[bytes]:
+        """Everything that lies here."""
+        return list(self._entries)
+
+    def take_gone(self) -> list[bytes]:
+        """What went since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
+
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt, and the bytes they take."""
         return len(self._salts.get(salt, ())), self._salt_bytes.get(salt, 0)
@@ -228,6 +241,7 @@ class DiskIndex:
 
     def _forget(self, record: DiskRecord) -> None:
         del self._entries[record.key]
+        self._gone.append(record.key)
         self._unplace(record)
         _remove(self._salts, record.salt, record.key)
         self._salt_bytes[record.salt] -= record.span

@@ -155,8 +155,9 @@ class BlockService:
         return self._peers.counts() if self._peers is not None else PeerCounts()
 
     def stored_keys(self) -> list[bytes]:
-        """Every block that can be found here. O(blocks)."""
-        return self._table.stored_keys()
+        """Every block that can be found here, in any tier. O(blocks)."""
+        in_memory = self._table.stored_keys()
+        return list(dict.fromkeys([*in_memory, *self._disk.keys()])) if self._disk is not None else in_memory
 
     def statistics(self) -> TableStatistics:
         """Counts, after ending what is due."""
@@ -168,8 +169,13 @@ class BlockService:
         self._table.expire(self._now())
 
     def take_changes(self) -> Changes:
-        """What became visible and what went since the last call."""
-        return self._table.take_changes()
+        """What can be found here since the last call, and what no longer can, in any tier. A key may be in both."""
+        changes = self._table.take_changes()
+        if self._disk is None:
+            return changes
+        left = [key for key in changes.dropped if key not in self._disk]
+        left += [key for key in self._disk.take_gone() if not self._table.has(key)]
+        return Changes(changes.stored, tuple(left))
 
     def _now(self) -> int:
         return self._clock.monotonic_ms()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -34,8 +35,11 @@ class KvStoreProcess:
         nats_url: str = NO_NATS,
         data_dir: Path | str = "",
         node_id: str = "node-1",
+        disk_key_file: Path | str = "",
+        file_bytes_max: int = 0,
     ):
         self.node_id = node_id
+        self._file_bytes_max = file_bytes_max
         self.grpc_port, self.ops_port = free_ports(2)
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.arena_path = folder / "arena"
@@ -50,6 +54,7 @@ class KvStoreProcess:
             "ROUNDHOUSE_ARENA_BYTES": str(arena_bytes),
             "ROUNDHOUSE_SLOT_BYTES": str(slot_bytes),
             "ROUNDHOUSE_DATA_DIR": str(data_dir),
+            "ROUNDHOUSE_DISK_KEY_FILE": str(disk_key_file),
             "ROUNDHOUSE_DISK_BYTES": str(128 << 20),
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,11 +65,22 @@ class KvStoreProcess:
 
     def start(self) -> None:
         """Start and wait until it answers."""
+        self._spawn()
+        self.stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=READY_S, wait_for_ready=True)
+
+    def run_to_the_end(self) -> int:
+        """Start and wait until it ends by itself; the exit code."""
+        self._spawn()
+        assert self._process is not None
+        return self._process.wait(READY_S)
+
+    def _spawn(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "services.kvstore"], env=self._environment, stdout=log, stderr=log
             )
-        self.stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=READY_S, wait_for_ready=True)
+        if self._file_bytes_max:  # before it has written anything: it is still importing
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (self._file_bytes_max, self._file_bytes_max))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; does not wait."""

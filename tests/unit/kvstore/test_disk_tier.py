@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from services.kvstore.adapters.segment_files import SegmentFiles, span_of
+from services.kvstore.adapters.segment_files import SegmentFiles
+from services.kvstore.adapters.segment_header import span_of
+from services.kvstore.adapters.tenant_keys import TenantKeys
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.disk_index import DiskIndex
 from services.kvstore.domain.records import Acquired, Reserved
@@ -37,7 +39,10 @@ def content(key: bytes) -> bytes:
 class Node:
     """A kvstore of 8 slots over a folder; `restart` keeps the folder only."""
 
-    def __init__(self, folder: Path, capacity: int = 8 * SEGMENT, salt_bytes_max: int = 0) -> None:
+    def __init__(
+        self, folder: Path, capacity: int = 8 * SEGMENT, salt_bytes_max: int = 0, cluster_key: bytes = b""
+    ) -> None:
+        self.cluster_key = cluster_key
         self.folder, self.capacity, self.salt_bytes_max = folder, capacity, salt_bytes_max
         self.clock = ManualClock()
         self.threads = ThreadPoolExecutor(1)
@@ -47,7 +52,8 @@ class Node:
         """An empty arena over what the folder holds."""
         if self.files is not None:
             self.files.close()
-        self.files = SegmentFiles(self.folder, SEGMENT)
+        keys = TenantKeys(self.folder / "keys", self.cluster_key) if self.cluster_key else None
+        self.files = SegmentFiles(self.folder, SEGMENT, keys=keys)
         self.arena = FakeArena(8 * SLOT)
         self.table = BlockTable(SlotArena(8 * SLOT, SLOT, SLOT), "run")
         self.index = DiskIndex(self.capacity, SEGMENT, self.salt_bytes_max)
@@ -96,10 +102,17 @@ class Node:
         return b"".join(path.read_bytes() for path in sorted(self.folder.glob("*.segment")))
 
 
+@pytest.fixture(params=[b"", b"k" * 32], ids=["plain", "sealed"])
+async def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:  # type: ignore[misc]
+    """A started node, with and without encryption."""
+    with closing(await Node(tmp_path / "data", cluster_key=request.param).start()) as started:
+        yield started
+
+
 @pytest.fixture
-async def node(tmp_path: Path) -> Iterator[Node]:  # type: ignore[misc]
-    """A started node."""
-    with closing(await Node(tmp_path / "data").start()) as started:
+async def sealed(tmp_path: Path) -> Iterator[Node]:  # type: ignore[misc]
+    """A started node that encrypts."""
+    with closing(await Node(tmp_path / "data", cluster_key=b"k" * 32).start()) as started:
         yield started
 
 
@@ -159,6 +172,56 @@ async def test_an_erased_salt_is_gone_from_memory_disk_and_files(node: Node) -> 
     await node.start()
     assert await node.found(chain("a", 2)) == 0
     assert await node.found(chain("b", 2), OTHER_SALT) == 2
+
+
+async def test_nothing_of_a_tenant_lies_in_the_clear(sealed: Node) -> None:
+    """Neither content, nor block keys, nor the salt, which lets its holder read blocks, nor the model."""
+    await sealed.store_and_use(chain("a", 2))
+    on_disk = sealed.file_bytes() + b"".join(path.read_bytes() for path in (sealed.folder / "keys").iterdir())
+    assert sealed.disk.counts().written == 2
+    for secret in (content(b"a/0")[:32], b"a/1", SALT, b"sha256:model"):
+        assert secret not in on_disk
+
+
+async def test_who_destroys_a_key_forgets_the_tenant_in_every_copy(sealed: Node) -> None:
+    """The segments were copied before the erasure and are put back afterwards: the tenant's blocks cannot be read any
+    more, the other tenant's can."""
+    await sealed.store_and_use(chain("a", 2))
+    await sealed.store_and_use(chain("b", 2), OTHER_SALT)
+    copies = {path: path.read_bytes() for path in sealed.folder.glob("*.segment")}
+    assert len(list((sealed.folder / "keys").iterdir())) == 2
+    await sealed.service.erase_salt(SALT)
+    assert len(list((sealed.folder / "keys").iterdir())) == 1
+    for path, data in copies.items():
+        path.write_bytes(data)
+    await sealed.start()
+    assert await sealed.found(chain("a", 2)) == 0
+    sealed.clock.advance(REST_MS)
+    assert await sealed.found(chain("b", 2), OTHER_SALT) == 2
+
+
+async def test_another_clusters_key_reads_an_empty_folder(tmp_path: Path) -> None:
+    """The same folder with another key, and with none: nothing is found, nothing is served, new blocks are written."""
+    for cluster_key in (b"a" * 32, b"b" * 32, b""):
+        with closing(await Node(tmp_path / "data", cluster_key=cluster_key).start()) as node:
+            assert await node.found(chain("a", 2)) == 0
+            await node.store_and_use(chain("a", 2))
+            assert node.disk.counts().written == 2
+
+
+async def test_what_is_on_disk_is_told_as_here(node: Node) -> None:
+    """Dropped from memory, a block that lies on disk is no news; gone from there too, it is."""
+    keys = chain("a", 2)
+    await node.store_and_use(keys)
+    assert set(node.service.take_changes().stored) == set(keys)
+    for number in range(4):
+        await node.store(chain(f"flood{number}", 2))
+    assert node.table.run_length(SALT, keys) == 0
+    assert not set(keys) & set(node.service.take_changes().dropped)
+    assert set(keys) <= set(node.service.stored_keys())
+    await node.service.erase_salt(SALT)
+    assert set(keys) <= set(node.service.take_changes().dropped)
+    assert node.service.stored_keys() == []
 
 
 async def test_a_torn_tail_is_cut_and_written_over(node: Node) -> None:
@@ -242,10 +305,11 @@ async def test_a_salt_has_a_bound_of_its_own(tmp_path: Path) -> None:
         assert node.disk.counts().refused == 1
 
 
-async def test_any_flipped_cut_or_missing_bytes_give_right_blocks_or_none(tmp_path: Path) -> None:
-    """Fuzz, 120 seeds: whatever happens to the files, a reader gets a prefix of the right bytes (`found` compares)."""
-    with closing(Node(tmp_path / "data")) as node:
-        for seed in range(120):
+@pytest.mark.parametrize("cluster_key", [b"", b"k" * 32], ids=["plain", "sealed"])
+async def test_any_flipped_cut_or_missing_bytes_give_right_blocks_or_none(tmp_path: Path, cluster_key: bytes) -> None:
+    """Fuzz, 60 seeds: whatever happens to the files, a reader gets a prefix of the right bytes (`found` compares)."""
+    with closing(Node(tmp_path / "data", cluster_key=cluster_key)) as node:
+        for seed in range(60):
             chance = random.Random(seed)
             for path in node.folder.glob("*.segment"):
                 path.unlink()
