@@ -51,6 +51,9 @@ class Part:
         return self.program.name
 
 
+KV_DISK_BYTES = 256 * 2**20  # of a node's KV blocks: four arenas; small, since it is somebody's laptop
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
     """What can be chosen about an embedded cluster. Sizes in bytes; port 0 picks a free one."""
@@ -203,6 +206,9 @@ class _ServiceMaker:
             "GRPC_PORT": str(kvstore_port),
             "ARENA_PATH": str(self._arena(node_id, "arena", self._options.arena_bytes)),
             "ARENA_BYTES": str(self._options.arena_bytes),
+            "DATA_DIR": str(self._home.node(node_id) / "blocks"),
+            "DISK_BYTES": str(KV_DISK_BYTES),
+            "DISK_SEGMENT_BYTES": str(KV_DISK_BYTES // 16),
         }
         yield self.service("kvstore", f"kvstore-{number}", Tier.MEMORY, kvstore_port, arena)
         loader = {
