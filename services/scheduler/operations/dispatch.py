@@ -22,6 +22,8 @@ from services.scheduler.domain.records import (
     Room,
     Standing,
     Ticket,
+    Turn,
+    TurnDone,
     VersionKey,
 )
 from services.scheduler.operations import deliveries
@@ -130,7 +132,7 @@ class Dispatcher:
         turn = gathered.turn(offers, TAKE_MAX)
         if not (turn.endings or turn.entries or turn.limit):
             return
-        done = await self._store.turn(pool, turn, self._clock.now_ms())
+        done = await self._turn_in_store(pool, turn)
         self._wake_all(pool, gathered.answer(done))
         if len(done.taken.granted) == TAKE_MAX:
             self._wake_all(pool, versions)
@@ -138,6 +140,15 @@ class Dispatcher:
             self._instruments.granted(pool, ticket)
             self.on_granted(pool, ticket)
         self.deliver(pool, (*done.taken.granted, *done.taken.refused))
+
+    async def _turn_in_store(self, pool: PoolName, turn: Turn) -> TurnDone:
+        """Try twice: the store may have hiccuped, or this process may have slept and come with an old time."""
+        try:
+            return await self._store.turn(pool, turn, self._clock.now_ms())
+        except Unavailable as error:
+            log.info("turn_repeated", pool=pool, error=error.message)
+            await self._clock.sleep_ms(RETRY_MS)
+            return await self._store.turn(pool, turn, self._clock.now_ms())
 
     def _wake_all(self, pool: PoolName, versions: Collection[VersionKey] | None) -> None:
         for version in (ALL,) if versions is None else versions:

@@ -17,6 +17,8 @@ from services.scheduler.domain.records import VersionKey, version_key
 STALE_MS = 1_800  # three missed periods of a loader (0.5 s) and a margin; noticed within 2 s (see `Pools.view`)
 GRACE_MS = 10_000  # a guess: a loader restarts in less, and a gateway's client waits that long
 STARTS_MOST = 10_000  # versions whose last start is remembered
+SLEPT_MS = 1_000  # this process ran nothing for so long: it was frozen, or its machine was; four missed ticks
+DAZED_MS = 2_000  # how long it then waits at most for a node's fresh word: two periods
 FORGET_MS = 60_000  # a silent node is forgotten after this; its last state is of no use any more
 
 _RESIDENCES: "dict[vocabulary_pb2.InstanceState.ValueType, Residence]" = {
@@ -57,6 +59,9 @@ class NodeRegistry:
         """What the last start of a version took on whichever node, without staging."""
         self.revision = 0
         """Rises with every state that changed a view."""
+        self._awake_ms = 0
+        self._woke_ms = -DAZED_MS
+        self._fresh = True
 
     def listen(self, listener: Callable[[PoolName], None]) -> None:
         """Call `listener(pool)` after each state that differs from the one before in more than its time."""
@@ -69,6 +74,7 @@ class NodeRegistry:
         if before is not None and not _is_newer(state, before.state):
             return
         now_ms = self._clock.now_ms()
+        self._fresh = self._fresh or state.sent_unix_ms >= self._woke_ms - SLEPT_MS
         heard = _Heard(state, _view(state), now_ms)
         self._heard[node_id] = heard
         if before is None or before.view != heard.view or now_ms - before.heard_ms > STALE_MS:
@@ -76,6 +82,21 @@ class NodeRegistry:
             self._note_starts(heard.view)
             for listener in self._listeners:
                 listener(heard.view.pool)
+
+    def note_awake(self) -> None:
+        """This process runs. To be called several times a second: a long pause between two calls means it slept."""
+        now_ms = self._clock.now_ms()
+        if self._awake_ms and now_ms - self._awake_ms > SLEPT_MS:
+            self._woke_ms, self._fresh = now_ms, False
+        self._awake_ms = now_ms
+
+    @property
+    def dazed(self) -> bool:
+        """Whether this process has just woken and has heard nothing new yet: silence says nothing about nodes then."""
+        now_ms = self._clock.now_ms()
+        if self._awake_ms and now_ms - self._awake_ms > SLEPT_MS:
+            return True
+        return not self._fresh and now_ms - self._woke_ms < DAZED_MS
 
     def seed(self, state: loading_pb2.NodeState) -> None:
         """Take a stored state in, as old as it is; live states win."""

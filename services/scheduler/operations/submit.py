@@ -27,10 +27,12 @@ from services.scheduler.domain.records import (
 from services.scheduler.domain.viability import BackingOff, NoNode, TooBig, Viable, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight, expected_load_ms
+from services.scheduler.operations.nodes import DAZED_MS
 from services.scheduler.operations.outlook import Outlook, Outlooks
 from services.scheduler.operations.pools import DEFAULT_POOL, Pools
 from services.scheduler.ports import Instruments, SchedulingStore
 
+PAUSE_MS = 50
 RETRY_SOON_MS = 1_000  # a guess: catalogue and node states arrive within a second
 
 
@@ -57,6 +59,10 @@ class Submission:
 
     async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
         """Queue a request or say why not. Never raises for a store that is away: that is a refusal too."""
+        for _ in range(DAZED_MS // PAUSE_MS):
+            if not self._pools.nodes.dazed:
+                break
+            await self._clock.sleep_ms(PAUSE_MS)  # what it knew before it slept is no ground for a refusal
         reply = await self._decide(request)
         if reply.WhichOneof("result") == "refused":
             self._instruments.refused(_pool(request), wire.Refused.Reason.Name(reply.refused.reason))

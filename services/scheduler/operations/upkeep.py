@@ -59,11 +59,20 @@ class Upkeep:
 
     async def turn(self) -> None:
         """Do what is due. A store that is away is tried again at the next turn."""
+        self._pools.nodes.note_awake()
         for pool in sorted(self._pools.names()):
             try:
                 await self._tend(pool)
             except Unavailable as error:
                 log.warning("upkeep_failed", pool=pool, error=error.message)
+
+    def _wake_idle_slots(self, pool: PoolName) -> None:
+        """Give free slots to those who wait: the replica that was to do it may be gone (invariant 3)."""
+        state = self._pools.view(pool).state
+        waiting = {depth.version for depth in state.depths}
+        for offer in self._pools.offers(pool, waiting) if waiting else []:
+            if state.in_use.get(offer.instance, 0) < offer.slots and offer.instance not in state.drains:
+                self._dispatcher.wake(pool, offer.version)
 
     async def _tend(self, pool: PoolName) -> None:
         expired = await self._store.expire(pool, self._clock.now_ms())
@@ -72,5 +81,6 @@ class Upkeep:
             log.warning("lease_lapsed", attempt=ticket.attempt)
             self._instruments.ended(pool, Outcome.ABANDONED)
             self._dispatcher.wake(pool, ticket.version)
+        self._wake_idle_slots(pool)
         await self._dispatcher.redeliver(pool)
         await self._residency.consider(pool)
