@@ -25,6 +25,7 @@ USAGE_STREAM = "USAGE"
 USAGE_SUBJECTS = f"{_PREFIX}.usage.>"
 BILLING_STREAM = "BILLING"
 BILLING_SUBJECTS = f"{_PREFIX}.billing.>"
+BILLING_RECORDS = f"{_PREFIX}.billing.*"  # the records alone, without what else is told about billing
 BILLING_RECORDS = f"{_PREFIX}.billing.*"  # rated records alone
 BUDGET_ALERTS = f"{_PREFIX}.billing.*.budget.>"
 AUDIT_STREAM = "AUDIT"

@@ -26,6 +26,7 @@ from services.metering.adapters.budget_store import RedisBudgets
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.signing import PeriodSigner
 from services.metering.adapters.sql_accounts import SqlAccounts
+from services.metering.adapters.sql_entries import SqlEntries
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
@@ -36,7 +37,7 @@ from services.metering.operations.budgeting import TURN_MS as BUDGETS_MS
 from services.metering.operations.budgeting import BudgetFeed
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
 from services.metering.operations.pricing import PriceKeeper
-from services.metering.operations.publishing import Publisher
+from services.metering.operations.publishing import LOOK_EVERY_MS, Publisher
 from services.metering.operations.recording import Recorder
 from services.metering.operations.watching import Watch
 from services.metering.ports import PriceSource
@@ -87,6 +88,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             watch = Watch(bus, stream, ledger, prices, observer)
             lifecycle.every(CONDITIONS_MS, watch.conditions, "metering_conditions")
             lifecycle.every(GAUGES_MS, watch.gauges, "metering_gauges")
+            lifecycle.every(LOOK_EVERY_MS, publisher.look, "metering_billing_look")
             lifecycle.every(FOLD_EVERY_MS, Folding(ledger).turn, "metering_folding")
             budgets = await _budgets(settings, ledger, bus, prices, using.clock, stack)
             lifecycle.every(BUDGETS_MS, budgets.turn, "metering_budgets")
@@ -132,6 +134,8 @@ def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, 
         prices=SqlPrices(ledger.database),
         pricing=pricing,
         rerating=SqlRerating(ledger.database),
+        entries=SqlEntries(ledger.database),
+        ledger=ledger,
         clock=clock,
     )
 

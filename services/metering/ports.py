@@ -13,7 +13,7 @@ from msgspec import Struct
 from roundhouse.catalogue.records import Catalogue
 from roundhouse.wire.v1 import usage_pb2
 from services.metering.domain.budgets import SpendRow, SpendSums
-from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
+from services.metering.domain.ledger import Candidate, Entry, LedgerRow, RawEvent, Rejected, Result
 from services.metering.domain.prices import PriceBook, PriceRule
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
 from services.metering.domain.rating import Rating
@@ -30,6 +30,14 @@ class Quarantined:
     reason: str
     first_seen_ms: int
     replayed_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """How far the billing stream is: the last sequence that it has, and how often it was begun again."""
+
+    sequence: int
+    turn: int
 
 
 class Ledger(Protocol):
@@ -52,6 +60,14 @@ class Ledger(Protocol):
 
     async def mark_published(self, holder: str, *, sequence: int) -> None:
         """The billing stream has every row up to `sequence`. Idempotent; ignored if the holder lost its lease."""
+        ...
+
+    async def publication(self) -> Publication:
+        """How far the billing stream is."""
+        ...
+
+    async def publish_again(self, *, after: int) -> int:
+        """Publish every row after a sequence once more; how many were published before. 0 if there are none."""
         ...
 
     async def unpublished(self) -> int:
@@ -112,10 +128,18 @@ class UsageStream(Protocol):
 class BillingStream(Protocol):
     """Where rated records go."""
 
-    async def publish(self, rows: Sequence[LedgerRow]) -> int:
+    async def publish(self, rows: Sequence[LedgerRow], *, turn: int = 0) -> int:
         """Publish rows in order; the sequence up to which the stream has all of them. Raises Unavailable if none.
 
+        Another `turn` makes a record one that the stream does not know yet, whatever it had before.
+
         A row never enters the stream before its predecessor. Idempotent by the rows' idempotency keys."""
+        ...
+
+    async def last_sequence(self) -> int | None:
+        """Ledger sequence of the stream's last record; 0 if it never had one; None if its records have expired.
+
+        Raises Unavailable."""
         ...
 
 
@@ -130,6 +154,37 @@ class PriceSource(Protocol):
     @property
     def not_ready_reason(self) -> str | None:
         """Why nothing is known yet; None once the store was read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EntryQuery:
+    """A page of a period's books: entries of rows after a sequence and up to another, from at most `limit` rows."""
+
+    period_ms: int
+    upto: int
+    tenant_id: str | None = None
+    after: int = 0
+    limit: int = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPage:
+    """Entries in ledger order; `next_after` continues, None at the end."""
+
+    entries: tuple[Entry, ...]
+    next_after: int | None
+
+
+class Entries(Protocol):
+    """The books of a period, entry by entry. Raises Unavailable while the database is away."""
+
+    async def head(self) -> int:
+        """The last sequence of the ledger."""
+        ...
+
+    async def page(self, query: EntryQuery) -> EntryPage:
+        """One page."""
         ...
 
 

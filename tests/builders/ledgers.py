@@ -55,6 +55,6 @@ class EmptyLedgers:
                 if table not in (ledger_head, billing_outbox):
                     connection.execute(table.delete())
             connection.execute(update(ledger_head).values(sequence=0, open_from_ms=0, changes=0, folded_sequence=0))
-            connection.execute(update(billing_outbox).values(published_sequence=0, holder="", lease_until_ms=0))
+            connection.execute(update(billing_outbox).values(published_sequence=0, holder="", lease_until_ms=0, turn=0))
         engine.dispose()
         return self._url

@@ -9,6 +9,8 @@ from dataclasses import replace
 from decimal import Decimal
 from hashlib import sha256
 
+from msgspec import structs
+
 from roundhouse.errors import Unavailable
 from services.metering.domain.ledger import Books, Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
 from services.metering.domain.periods import day_start_ms, hour_start_ms
@@ -23,7 +25,7 @@ from services.metering.domain.queries import (
     UsageFilter,
     UsageGroup,
 )
-from services.metering.ports import Quarantined
+from services.metering.ports import Publication, Quarantined
 
 _VALUES: dict[Dimension, Callable[[LedgerRow], GroupValue]] = {
     Dimension.TENANT: lambda row: row.facts.tenant_id,
@@ -45,6 +47,7 @@ class FakeLedger:
         self._successors: dict[int, int] = {}
         self._quarantine: dict[str, Quarantined] = {}
         self._published = 0
+        self._turn = 0
         self._holder = ""
         self._lease_until_ms = 0
 
@@ -69,13 +72,32 @@ class FakeLedger:
         if not await self.unpublished() or (self._holder != holder and self._lease_until_ms > now_ms):
             return ()
         self._holder, self._lease_until_ms = holder, now_ms + lease_ms
-        return self._rows[self._published : self._published + limit]
+        rows = self._rows[self._published : self._published + limit]
+        return [self._with_credit(row) for row in rows]
+
+    def _with_credit(self, row: LedgerRow) -> LedgerRow:
+        if row.corrects_sequence is None:
+            return row
+        return structs.replace(row, credit=self._rows[row.corrects_sequence - 1].rating)
 
     async def mark_published(self, holder: str, *, sequence: int) -> None:
         """See `Ledger.mark_published`."""
         self._answer()
         if holder == self._holder:
             self._published = max(self._published, sequence)
+
+    async def publication(self) -> Publication:
+        """See `Ledger.publication`."""
+        self._answer()
+        return Publication(self._published, self._turn)
+
+    async def publish_again(self, *, after: int) -> int:
+        """See `Ledger.publish_again`."""
+        self._answer()
+        again = max(0, self._published - after)
+        if again:
+            self._published, self._turn = after, self._turn + 1
+        return again
 
     async def unpublished(self) -> int:
         """See `Ledger.unpublished`."""

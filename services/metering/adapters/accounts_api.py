@@ -9,10 +9,11 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from roundhouse.clock import Clock
 from roundhouse.errors import InvalidInput, NotFound
+from services.metering.adapters.exports import FORMATS
 from services.metering.adapters.price_bodies import PricesBody, rule_json, rules_of
 from services.metering.adapters.signing import signature_holds
 from services.metering.adapters.statement_formats import period_json, statement_csv, statement_json, statement_text
@@ -21,8 +22,9 @@ from services.metering.domain.rating import money_text
 from services.metering.domain.statements import ClosedPeriod, differences
 from services.metering.domain.usage import TIME_MS_END
 from services.metering.operations.applying import apply_prices
+from services.metering.operations.exporting import period_entries
 from services.metering.operations.rerating import RerateReport, rerate_period
-from services.metering.ports import Accounts, PriceStore, Pricing, RatingPage, Rerating
+from services.metering.ports import Accounts, Entries, Ledger, PriceStore, Pricing, RatingPage, Rerating
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024  # ten thousand prices are about 2 MB
 Body = TypeVar("Body")
@@ -36,6 +38,12 @@ class RerateBody(msgspec.Struct, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class RepublishBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /v1/billing/republish."""
+
+    from_sequence: int
+
+
 @dataclass(frozen=True, slots=True)
 class MoneyServices:
     """What this part of the API works with."""
@@ -44,6 +52,8 @@ class MoneyServices:
     prices: PriceStore
     pricing: Pricing
     rerating: Rerating
+    entries: Entries
+    ledger: Ledger
     clock: Clock
 
 
@@ -61,6 +71,8 @@ def accounts_router(services: MoneyServices) -> APIRouter:
         ("GET", "/v1/periods/{month}/verify", api.verify_period),
         ("GET", "/v1/periods/{month}/tenants", api.list_tenants),
         ("GET", "/v1/statements/{month}", api.statement),
+        ("GET", "/v1/export/{month}", api.export),
+        ("POST", "/v1/billing/republish", api.republish),
     ):
         _add(router, method, path, handler)
     return router
@@ -132,6 +144,25 @@ class _AccountsApi:
             case "csv":
                 return PlainTextResponse(statement_csv(statement), media_type="text/csv")
         raise InvalidInput("format must be json, text or csv", param="format")
+
+    async def export(self, request: Request) -> Response:
+        """Every entry of a period, as CSV or Parquet"""
+        month_ms, kind = month_of(request), request.query_params.get("format", "csv")
+        if kind not in FORMATS:
+            raise InvalidInput("format must be csv or parquet", param="format")
+        write, media_type = FORMATS[kind]
+        pages = period_entries(self._services.entries, month_ms, request.query_params.get("tenant") or None)
+        name = f"usage-{request.path_params['month']}.{kind}"
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return StreamingResponse(write(pages, month_ms), media_type=media_type, headers=headers)
+
+    async def republish(self, request: Request) -> Response:
+        """Publish the billing stream again, from a sequence on"""
+        body = await read_body(request, RepublishBody)
+        if body.from_sequence < 1:
+            raise InvalidInput("sequences begin at 1", param="from_sequence")
+        rows = await self._services.ledger.publish_again(after=body.from_sequence - 1)
+        return JSONResponse({"from_sequence": body.from_sequence, "rows": rows})
 
     async def _closed(self, period_ms: int) -> ClosedPeriod:
         for closed in await self._services.accounts.closed():

@@ -13,10 +13,12 @@ from typing import Any, Final
 import structlog
 from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
 
 from roundhouse import subjects
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import NatsBus
+from roundhouse.wire.v1 import usage_pb2
 from services.metering.adapters.usage_wire import rated_record
 from services.metering.domain.ledger import LedgerRow
 
@@ -32,11 +34,11 @@ class JetStreamBilling:
     def __init__(self, bus: NatsBus) -> None:
         self._bus = bus
 
-    async def publish(self, rows: Sequence[LedgerRow]) -> int:
+    async def publish(self, rows: Sequence[LedgerRow], *, turn: int = 0) -> int:
         """See `BillingStream.publish`."""
         if not self._bus.connected:
             raise Unavailable("the bus is away")
-        answers = await self._send(rows)
+        answers = await self._send(rows, turn)
         done = 0
         for row, answer in zip(rows, answers, strict=False):
             if isinstance(answer, BaseException):
@@ -46,17 +48,37 @@ class JetStreamBilling:
             raise Unavailable("the billing stream takes no record now")
         return done
 
-    async def _send(self, rows: Sequence[LedgerRow]) -> list[Any]:
+    async def last_sequence(self) -> int | None:
+        """See `BillingStream.last_sequence`."""
+        if not self._bus.connected:
+            raise Unavailable("the bus is away")
+        try:
+            last = await self._bus.jetstream.get_last_msg(subjects.BILLING_STREAM, subjects.BILLING_RECORDS)
+        except NotFoundError:
+            return await self._never_had_any()
+        except _ERRORS as error:
+            raise Unavailable("the billing stream does not answer") from error
+        return int(usage_pb2.RatedRecord.FromString(last.data or b"").sequence)
+
+    async def _never_had_any(self) -> int | None:
+        try:
+            state = (await self._bus.jetstream.stream_info(subjects.BILLING_STREAM)).state
+        except _ERRORS as error:
+            raise Unavailable("the billing stream does not answer") from error
+        return 0 if not state.last_seq else None
+
+    async def _send(self, rows: Sequence[LedgerRow], turn: int) -> list[Any]:
         futures: list[asyncio.Future[Any]] = []
         previous = ""
         try:
             async with asyncio.timeout(WINDOW_TIMEOUT_S):
                 for row in rows:
                     record = rated_record(row)
-                    headers = {"Nats-Msg-Id": record.idempotency_key}
+                    name = f"{record.idempotency_key}+{turn}" if turn else record.idempotency_key
+                    headers = {"Nats-Msg-Id": name}
                     if previous:
                         headers["Nats-Expected-Last-Msg-Id"] = previous
-                    previous = record.idempotency_key
+                    previous = name
                     futures.append(
                         await self._bus.jetstream.publish_async(
                             subjects.billing(row.facts.tenant_id), record.SerializeToString(), headers=headers

@@ -161,8 +161,9 @@ billing_outbox = Table(
     Column("published_sequence", BigInteger, nullable=False),
     Column("holder", TEXT, nullable=False),
     Column("lease_until_ms", BigInteger, nullable=False),
+    Column("turn", BigInteger, nullable=False),
 )
-"""One row, id 1: how far the billing stream is, and whose turn it is to publish."""
+"""One row, id 1: how far the billing stream is, and who may publish. `turn` counts how often it was begun again."""
 
 quarantine = Table(
     "quarantine",

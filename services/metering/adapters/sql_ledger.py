@@ -8,6 +8,7 @@ behind the decision (invariant 14). Queries are in `sql_queries`. Decision: docs
 from collections.abc import Sequence
 from hashlib import sha256
 
+from msgspec.structs import replace
 from sqlalchemy import Connection, bindparam, insert, select, update
 
 from services.metering.adapters import sql_queries
@@ -29,7 +30,8 @@ from services.metering.domain.ledger import (
     plan_batch,
 )
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
-from services.metering.ports import Quarantined
+from services.metering.domain.rating import Rating
+from services.metering.ports import Publication, Quarantined
 
 lock_head = select(ledger_head).where(ledger_head.c.id == ONLY_ROW).with_for_update()
 """Whoever writes rows, sums or periods does this first."""
@@ -100,6 +102,14 @@ class SqlLedger:
             .values(published_sequence=sequence)
         )
         await self.database.write("mark published", lambda connection: connection.execute(statement))
+
+    async def publication(self) -> Publication:
+        """See `Ledger.publication`."""
+        return await self.database.read("publication", _publication)
+
+    async def publish_again(self, *, after: int) -> int:
+        """See `Ledger.publish_again`."""
+        return await self.database.write("publish again", lambda connection: _publish_again(connection, after))
 
     async def unpublished(self) -> int:
         """See `Ledger.unpublished`."""
@@ -183,7 +193,37 @@ def _claim(connection: Connection, holder: str, now_ms: int, lease_ms: int, limi
     if taken is None:
         return []
     following = select(*READ).where(usage_rows.c.sequence > taken).order_by(usage_rows.c.sequence).limit(limit)
-    return [ledger_row(row) for row in connection.execute(following)]
+    return with_credits(connection, [ledger_row(row) for row in connection.execute(following)])
+
+
+def with_credits(connection: Connection, rows: Sequence[LedgerRow]) -> list[LedgerRow]:
+    """The rows, each correction with the rating that it takes back."""
+    wanted = [row.corrects_sequence for row in rows if row.corrects_sequence is not None]
+    if not wanted:
+        return list(rows)
+    columns = usage_rows.c
+    found = connection.execute(
+        select(columns.sequence, columns.price_id, columns.currency, columns.amount).where(columns.sequence.in_(wanted))
+    )
+    credits = {row.sequence: Rating(row.price_id, row.currency, row.amount) for row in found}
+    return [
+        row if row.corrects_sequence is None else replace(row, credit=credits.get(row.corrects_sequence))
+        for row in rows
+    ]
+
+
+def _publication(connection: Connection) -> Publication:
+    row = connection.execute(select(billing_outbox).where(_is_outbox)).one()
+    return Publication(row.published_sequence, row.turn)
+
+
+def _publish_again(connection: Connection, after: int) -> int:
+    outbox = connection.execute(select(billing_outbox).where(_is_outbox).with_for_update()).one()
+    if outbox.published_sequence <= after:
+        return 0
+    again = {"published_sequence": after, "turn": outbox.turn + 1}
+    connection.execute(update(billing_outbox).where(_is_outbox).values(again))
+    return int(outbox.published_sequence - after)
 
 
 def _unpublished(connection: Connection) -> int:

@@ -10,9 +10,11 @@ from roundhouse import subjects
 from roundhouse.vocabulary import Outcome, PriorityClass
 from roundhouse.wire.v1 import usage_pb2, vocabulary_pb2
 from services.metering.domain.ledger import LedgerRow
+from services.metering.domain.periods import month_text
 from services.metering.domain.rating import money_text
 from services.metering.domain.usage import EVENT_TYPE, UsageFacts
 
+_MONTHS_REMEMBERED: Final = 256
 _TENANTS_REMEMBERED: Final = 4096  # subjects of the busiest tenants; a guess
 _SOURCES: Final = {
     usage_pb2.TOKEN_SOURCE_UNSPECIFIED: "",
@@ -108,9 +110,9 @@ def encode_event(facts: UsageFacts, *, corrects_id: str = "") -> usage_pb2.Usage
 
 
 def rated_record(row: LedgerRow) -> usage_pb2.RatedRecord:
-    """The billing record of a row. A correction names the event that it replaces; its amount replaces, never adds."""
+    """The billing record of a row. A correction names the event that it replaces, and says what it takes back."""
     corrects_id = row.facts.event_id if row.corrects_sequence is not None else ""
-    return usage_pb2.RatedRecord(
+    record = usage_pb2.RatedRecord(
         sequence=row.sequence,
         idempotency_key=idempotency_key(row),
         event=encode_event(row.facts, corrects_id=corrects_id),
@@ -118,7 +120,21 @@ def rated_record(row: LedgerRow) -> usage_pb2.RatedRecord:
         currency=row.rating.currency,
         amount=money_text(row.rating.amount),
         recorded_unix_ms=row.recorded_ms,
+        kind=row.kind,
+        period=_month(row.period_ms),
     )
+    if row.corrects_sequence is not None and row.reversal_ms is not None:
+        record.reversal.sequence = row.corrects_sequence
+        record.reversal.period = _month(row.reversal_ms)
+        if row.credit is not None:
+            record.reversal.currency = row.credit.currency
+            record.reversal.amount = money_text(row.credit.amount)
+    return record
+
+
+@lru_cache(_MONTHS_REMEMBERED)
+def _month(start_ms: int) -> str:
+    return month_text(start_ms)
 
 
 def idempotency_key(row: LedgerRow) -> str:

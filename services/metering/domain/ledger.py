@@ -73,6 +73,19 @@ class LedgerRow(Struct, frozen=True):
     period_ms: int = 0
     kind: str = RowKind.USAGE.value
     reversal_ms: int | None = None
+    credit: Rating | None = None  # of a correction: the rating that it takes back, where that was read too
+
+
+class Entry(Struct, frozen=True):
+    """One line of a period's books: a row as it is, or a row that a later one takes back (`by_sequence`)."""
+
+    row: LedgerRow
+    by_sequence: int | None = None
+
+    @property
+    def sign(self) -> int:
+        """1, or −1 for what is taken back."""
+        return 1 if self.by_sequence is None else -1
 
 
 class Books(Struct, frozen=True):

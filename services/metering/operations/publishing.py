@@ -17,6 +17,7 @@ log = structlog.get_logger(__name__)
 
 WINDOW_ROWS: Final = 256  # in flight at once: enough to hide the round trip
 LEASE_MS: Final = 15_000  # several times the longest wait for one window
+LOOK_EVERY_MS: Final = 10_000  # how soon a lost stream is noticed
 IDLE_MS: Final = 1_000  # how soon rows that another process appended are seen
 
 
@@ -43,9 +44,27 @@ class Publisher:
         )
         if not rows:
             return 0
-        last = await self._billing.publish(rows)
+        last = await self._billing.publish(rows, turn=(await self._ledger.publication()).turn)
         await self._ledger.mark_published(self._holder, sequence=last)
         return last - rows[0].sequence + 1
+
+    async def look(self) -> None:
+        """See `catch_up`; a turn for `Lifecycle.every`."""
+        await self.catch_up()
+
+    async def catch_up(self) -> int:
+        """Whether the stream has lost records, as one that was made anew has; then publish them again. How many.
+
+        The ledger is asked first: a record that is published meanwhile only moves the stream further. Raises
+        Unavailable."""
+        before = await self._ledger.publication()
+        last = await self._billing.last_sequence()
+        if last is None or last >= before.sequence:
+            return 0
+        again = await self._ledger.publish_again(after=last)
+        if again:
+            log.warning("billing_stream_was_behind", stream_sequence=last, published_again=again)
+        return again
 
     async def _turn_or_report(self) -> int:
         try:

@@ -1,26 +1,34 @@
 """Prices, closing and statements over HTTP, on a SQLite ledger; the hands of an operator at the end of a month."""
 
+import csv
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from services.metering.adapters.accounts_api import MoneyServices, accounts_router
 from services.metering.adapters.signing import PeriodSigner, signature_holds
 from services.metering.adapters.sql_accounts import SqlAccounts
+from services.metering.adapters.sql_entries import SqlEntries
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
 from services.metering.adapters.usage_api import usage_api
 from services.metering.domain.ledger import RawEvent
 from services.metering.domain.periods import DAY_MS, month_start_ms, next_month_ms
+from services.metering.domain.rating import sum_of
 from services.metering.domain.usage import UsageFacts
 from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.recording import rated_item
+from services.metering.ports import EntryQuery
 from tests.builders.usage import TIME_MS, priced_catalogue, usage_facts
 from tests.fakes.clock import ManualClock
 from tests.fakes.prices import SetCatalogue
@@ -64,7 +72,15 @@ async def office(tmp_path: Path) -> AsyncIterator[Office]:
     pricing = PriceKeeper(SetCatalogue(priced_catalogue()), SqlPrices(ledger.database), clock)
     signer = PeriodSigner(tmp_path / "keys" / "signing.pem")
     accounts = SqlAccounts(ledger.database, cluster="test", sign=signer.sign)
-    money = MoneyServices(accounts, SqlPrices(ledger.database), pricing, SqlRerating(ledger.database), clock)
+    money = MoneyServices(
+        accounts,
+        SqlPrices(ledger.database),
+        pricing,
+        SqlRerating(ledger.database),
+        SqlEntries(ledger.database),
+        ledger,
+        clock,
+    )
     transport = httpx.ASGITransport(app=usage_api(ledger, accounts_router(money)))
     async with httpx.AsyncClient(transport=transport, base_url="http://metering") as client:
         yield Office(ledger, pricing, clock, client)
@@ -195,3 +211,38 @@ async def test_statements_for_people_and_for_spreadsheets(office: Office) -> Non
     assert rows[0].startswith("usage_month,model,adapter,class,price_id,requests")
     assert rows[1] == "2026-01,'=1+1,a1,interactive,,1,1,1000,400,200,0,"
     assert (await office.client.get("/v1/statements/2026-01")).status_code == 400
+
+
+async def test_an_export_adds_up_to_the_statement(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CSV and Parquet in pages of two rows: every entry once, and what is taken back; sums are the statement's."""
+    monkeypatch.setattr(EntryQuery, "__init__", partialmethod(EntryQuery.__init__, limit=2))
+    await office.record(*(usage_facts(f"r{n}") for n in range(5)), usage_facts("other", tenant_id="t2"))
+    await office.post("/v1/periods/2026-01/close")
+    await office.post("/v1/prices", prices=[NEW])
+    office.clock.advance(2_000)
+    await office.post("/v1/prices/rerate")
+    for month, entries in (("2026-01", 5), ("2026-02", 10)):
+        statement = await office.get(f"/v1/statements/{month}?tenant=t1")
+        answer = await office.client.get(f"/v1/export/{month}?tenant=t1&format=csv")
+        lines = list(csv.DictReader(answer.text.splitlines()))
+        assert len(lines) == entries
+        assert sum_of(Decimal(line["amount"]) for line in lines) == Decimal(statement["totals"][0]["amount"])
+        answer = await office.client.get(f"/v1/export/{month}?tenant=t1&format=parquet")
+        table = parquet.read_table(pa.BufferReader(answer.content)).to_pylist()
+        assert [(row["sequence"], row["kind"], row["output_tokens"]) for row in table] == [
+            (int(line["sequence"]), line["kind"], int(line["output_tokens"])) for line in lines
+        ]
+        assert sum_of(row["amount"] for row in table) == Decimal(statement["totals"][0]["amount"])
+    everybody = list(csv.DictReader((await office.client.get("/v1/export/2026-01")).text.splitlines()))
+    assert {line["tenant"] for line in everybody} == {"t1", "t2"}
+    assert (await office.client.get("/v1/export/2026-01?format=xls")).status_code == 400
+
+
+async def test_the_stream_is_published_again_from_a_sequence(office: Office) -> None:
+    """Three rows published; from 2 on, two rows wait again."""
+    await office.record(*(usage_facts(f"r{n}") for n in range(3)))
+    await office.ledger.claim_unpublished("a", now_ms=0, lease_ms=1, limit=9)
+    await office.ledger.mark_published("a", sequence=3)
+    assert (await office.post("/v1/billing/republish", from_sequence=2))["rows"] == 2
+    assert await office.ledger.unpublished() == 2
+    await office.post("/v1/billing/republish", status=400, from_sequence=0)

@@ -165,7 +165,10 @@ class FlakyBilling:
         self._taken = list(taken_a_call)
         self.sequences: list[int] = []
 
-    async def publish(self, rows: Sequence[LedgerRow]) -> int:
+    async def last_sequence(self) -> int | None:
+        return self.sequences[-1] if self.sequences else 0
+
+    async def publish(self, rows: Sequence[LedgerRow], *, turn: int = 0) -> int:
         taken = self._taken.pop(0)
         if not taken:
             raise Unavailable("the billing stream takes no record now")
@@ -184,6 +187,22 @@ async def test_publishing_goes_on_where_it_stopped() -> None:
         await publisher.turn()
     assert await publisher.turn() == 3
     assert await publisher.turn() == 0
+    assert billing.sequences == [1, 2, 3, 4, 5]
+
+
+async def test_a_stream_that_lost_records_gets_them_again() -> None:
+    """Five rows published, then the stream is empty: all five again, once; an intact stream is left alone."""
+    ledger, billing = FakeLedger(), FlakyBilling([5, 5])
+    await ledger.append([candidate(usage_facts(f"r{n}")) for n in range(5)], now_ms=1)
+    publisher = Publisher(ledger, billing, ManualClock(), holder="a")
+    while await ledger.unpublished():
+        await publisher.turn()
+    assert await publisher.catch_up() == 0
+    billing.sequences.clear()
+    assert await publisher.catch_up() == 5
+    assert await publisher.catch_up() == 0
+    while await ledger.unpublished():
+        await publisher.turn()
     assert billing.sequences == [1, 2, 3, 4, 5]
 
 

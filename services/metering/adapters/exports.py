@@ -1,0 +1,156 @@
+"""A period's entries as CSV or Parquet, page by page: an export of any size takes the memory of one page.
+
+Each row of the file is one entry: a usage row as it is, or (kind `reversal`, negative) one that a correction takes
+back. Adding up a column gives the statement. Money is decimal: text in CSV, decimal128(38, 18) in Parquet.
+"""
+
+import csv
+import io
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from services.metering.adapters.statement_formats import spreadsheet_safe
+from services.metering.domain.ledger import Entry
+from services.metering.domain.periods import instant_text, month_start_ms, month_text
+from services.metering.domain.rating import money_text
+
+MONEY: Final = pa.decimal128(38, 18)  # 12 decimals of a price a million tokens are 18 decimals of an amount
+REVERSAL: Final = "reversal"
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_COUNTS: Final = ("input_tokens", "cached_tokens", "output_tokens", "run_ms")
+SCHEMA: Final = pa.schema(
+    [
+        ("sequence", pa.int64()),
+        ("kind", pa.string()),
+        ("corrects_sequence", pa.int64()),
+        ("period", pa.string()),
+        ("usage_month", pa.string()),
+        ("time", pa.timestamp("ms", tz="UTC")),
+        *((name, pa.string()) for name in ("tenant", "model", "adapter", "class", "key", "node", "operation")),
+        *((name, pa.string()) for name in ("request_id", "outcome", "event_id", "source")),
+        ("attempt", pa.int64()),
+        *((name, pa.int64()) for name in _COUNTS),
+        ("price_id", pa.string()),
+        ("currency", pa.string()),
+        ("amount", MONEY),
+    ]
+)
+
+Pages = AsyncIterator[Sequence[Entry]]
+
+
+def entry_values(entry: Entry, period_ms: int) -> dict[str, Any]:
+    """One row of the file, as Python values. `sequence` is of the row that booked the entry."""
+    row, sign = entry.row, entry.sign
+    facts = row.facts
+    return {
+        "sequence": row.sequence if entry.by_sequence is None else entry.by_sequence,
+        "kind": row.kind if sign > 0 else REVERSAL,
+        "corrects_sequence": row.corrects_sequence if sign > 0 else row.sequence,
+        "period": month_text(period_ms),
+        "usage_month": month_text(month_start_ms(facts.time_ms)),
+        "time": _EPOCH + timedelta(milliseconds=facts.time_ms),
+        "tenant": facts.tenant_id,
+        "model": facts.model,
+        "adapter": facts.adapter,
+        "class": facts.priority_class.value,
+        "key": facts.key_id,
+        "node": facts.node_id,
+        "operation": facts.operation,
+        "request_id": facts.request_id,
+        "outcome": facts.outcome.value,
+        "event_id": facts.event_id,
+        "source": facts.source,
+        "attempt": facts.attempt,
+        **{name: sign * getattr(facts, name) for name in _COUNTS},
+        "price_id": row.rating.price_id,
+        "currency": row.rating.currency,
+        "amount": row.rating.amount if sign > 0 else row.rating.amount.copy_negate(),
+    }
+
+
+async def as_csv(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
+    """CSV in UTF-8 with a header; a part a page."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, SCHEMA.names, lineterminator="\n")
+    writer.writeheader()
+    async for page in pages:
+        for entry in page:
+            values = entry_values(entry, period_ms)
+            values["time"] = instant_text(entry.row.facts.time_ms)
+            values["amount"] = money_text(values["amount"])
+            writer.writerow(spreadsheet_safe(values))
+        yield _taken(out)
+    yield _taken(out)
+
+
+def _taken(out: io.StringIO) -> bytes:
+    text = out.getvalue()
+    out.seek(0)
+    out.truncate()
+    return text.encode()
+
+
+class _Pipe:
+    """A file that gives what was written to whoever asks, once."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        self._parts.append(bytes(data))
+        self._size += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.closed = True
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def taken(self) -> bytes:
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
+
+
+async def as_parquet(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
+    """Parquet with a row group a page, compressed with zstd."""
+    pipe = _Pipe()
+    writer = parquet.ParquetWriter(pa.PythonFile(pipe, mode="w"), SCHEMA, compression="zstd")
+    async for page in pages:
+        if page:
+            writer.write_table(_table(page, period_ms))
+        yield pipe.taken()
+    writer.close()
+    yield pipe.taken()
+
+
+def _table(page: Sequence[Entry], period_ms: int) -> pa.Table:
+    rows = [entry_values(entry, period_ms) for entry in page]
+    columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+Format = Callable[[Pages, int], AsyncIterator[bytes]]
+FORMATS: Final[dict[str, tuple[Format, str]]] = {
+    "csv": (as_csv, "text/csv; charset=utf-8"),
+    "parquet": (as_parquet, "application/vnd.apache.parquet"),
+}
