@@ -26,6 +26,7 @@ from services.gateway.adapters import kserve_grpc, native_grpc
 from services.gateway.adapters.admin_api import admin_app
 from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.admission import RedisAdmission
+from services.gateway.adapters.answer_store import RedisAnswerStore
 from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.http_app import public_app
 from services.gateway.adapters.http_requests import RequestReader
@@ -35,6 +36,7 @@ from services.gateway.adapters.kserve_grpc import KServeService
 from services.gateway.adapters.kserve_rest import KServeRoutes
 from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
+from services.gateway.adapters.openai_calls import OpenAICalls
 from services.gateway.adapters.openai_routes import OpenAIRoutes
 from services.gateway.adapters.openai_work import OpenAIWork
 from services.gateway.adapters.outbox.folder import OutboxFolder
@@ -127,7 +129,8 @@ class Gateway:
         self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
         reader = RequestReader(world.clock, body_bytes_max=settings.body_bytes_max, deadline_ms=settings.deadline_ms)
         texts = OpenAIWork(catalogue, world.codecs, settings.cluster)
-        openai = OpenAIRoutes(parts, texts, catalogue, reader, world.clock)
+        openai_calls = OpenAICalls(parts, texts)
+        openai = OpenAIRoutes(openai_calls, catalogue, reader, world.clock, RedisAnswerStore(redis))
         nodes = await self._admin(bus, redis, catalogue, keys, addresses)
         signatures = NodeSignatures(nodes)
         tensors = TensorWork(catalogue, signatures)

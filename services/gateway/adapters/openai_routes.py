@@ -14,63 +14,56 @@ from roundhouse.clock import Clock
 from roundhouse.errors import NotFound
 from services.gateway.adapters.http_edge import EdgeRoute
 from services.gateway.adapters.http_requests import RequestReader
-from services.gateway.adapters.offload import sized
-from services.gateway.adapters.openai_answers import AnswerStyle, EmbeddingAnswer, GenerationAnswer
-from services.gateway.adapters.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, parse_body
-from services.gateway.adapters.openai_work import OpenAIWork
+from services.gateway.adapters.idempotent_answers import IdempotentAnswer
+from services.gateway.adapters.openai_calls import ENDPOINTS, OpenAICalls
+from services.gateway.domain.idempotency import HEADER, checked_key, fingerprint
+from services.gateway.operations.answer_ports import AnswerStore
 from services.gateway.operations.resolve_model import model_not_found_text
-from services.gateway.operations.run_request import RequestParts
 
 _encode = msgspec.json.Encoder().encode
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
 class OpenAIRoutes:
     """Handlers of the OpenAI API."""
 
     def __init__(
-        self, parts: RequestParts, work: OpenAIWork, catalogue: CatalogueView, reader: RequestReader, clock: Clock
+        self,
+        calls: OpenAICalls,
+        catalogue: CatalogueView,
+        reader: RequestReader,
+        clock: Clock,
+        answers: AnswerStore | None = None,
     ) -> None:
-        self._parts = parts
-        self._work = work
+        """`answers` None: an `Idempotency-Key` is ignored."""
+        self._calls = calls
         self._catalogue = catalogue
         self._reader = reader
+        self._clock = clock
+        self._answers = answers
         self._started_s = clock.now_ms() // 1000
 
     def routes(self) -> list[BaseRoute]:
         """The route table."""
         return [
-            EdgeRoute("/v1/chat/completions", self.chat, methods=["POST"]),
-            EdgeRoute("/v1/completions", self.completion, methods=["POST"]),
-            EdgeRoute("/v1/embeddings", self.embedding, methods=["POST"]),
+            *(EdgeRoute(endpoint, self.call, methods=["POST"]) for endpoint in ENDPOINTS),
             EdgeRoute("/v1/models", self.models, methods=["GET"]),
             EdgeRoute("/v1/models/{model:path}", self.model, methods=["GET"]),
         ]
 
-    async def chat(self, request: Request) -> ASGIApp:
-        """POST /v1/chat/completions."""
+    async def call(self, request: Request) -> ASGIApp:
+        """POST to one of `ENDPOINTS`; with an `Idempotency-Key` it is run once."""
         context = self._reader.context(request)
         data = await self._reader.body(request)
-        body = await sized(len(data), parse_body, data, ChatBody)
-        prepared = await self._work.chat(body, context)
-        style = AnswerStyle(chat=True, stream=body.stream, include_usage=body.include_usage)
-        return GenerationAnswer(self._parts, prepared, style)
-
-    async def completion(self, request: Request) -> ASGIApp:
-        """POST /v1/completions."""
-        context = self._reader.context(request)
-        data = await self._reader.body(request)
-        body = await sized(len(data), parse_body, data, CompletionBody)
-        prepared = await self._work.completion(body, context)
-        style = AnswerStyle(chat=False, stream=body.stream, include_usage=body.include_usage, echo=body.echo)
-        return GenerationAnswer(self._parts, prepared, style)
-
-    async def embedding(self, request: Request) -> ASGIApp:
-        """POST /v1/embeddings."""
-        context = self._reader.context(request)
-        data = await self._reader.body(request)
-        body = await sized(len(data), parse_body, data, EmbeddingBody)
-        prepared = await self._work.embedding(body, context)
-        return EmbeddingAnswer(self._parts, prepared, as_base64=body.encoding_format == "base64")
+        endpoint = request.scope["state"]["route"]
+        answer = await self._calls.answer(endpoint, data, context)
+        key = request.headers.get(HEADER)
+        if key is None or self._answers is None:
+            return answer
+        same = _encode_sorted(msgspec.json.decode(data))
+        return IdempotentAnswer(
+            answer, self._answers, self._clock, context, checked_key(key), fingerprint(endpoint, same)
+        )
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: what this tenant may call."""
