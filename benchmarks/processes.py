@@ -1,4 +1,4 @@
-"""CPU time of running processes, from /proc: the figure that other load on the machine disturbs least."""
+"""CPU time and memory of running processes, from /proc: the figure that other load on the machine disturbs least."""
 
 import os
 from collections.abc import Mapping
@@ -21,4 +21,21 @@ def cpu_seconds_by_group(groups: Mapping[str, int]) -> dict[str, float]:
         name = names.get(int(fields[2]))
         if name is not None:
             used[name] += sum(int(fields[position]) for position in (11, 12, 13, 14)) / _TICKS_PER_SECOND
+    return used
+
+
+def resident_bytes(groups: Mapping[str, int]) -> dict[str, int]:
+    """Name → resident bytes of the processes now in its group."""
+    used = dict.fromkeys(groups, 0)
+    names = {group: name for name, group in groups.items()}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            group = int((folder / "stat").read_text().rpartition(")")[2].split()[2])
+            pages = int((folder / "statm").read_text().split()[1])
+        except OSError:  # it ended meanwhile
+            continue
+        if group in names:
+            used[names[group]] += pages * os.sysconf("SC_PAGE_SIZE")
     return used
