@@ -1,0 +1,86 @@
+"""One generation over two instances: the prompt and the first token on one, the rest on the other.
+
+```
+prefill node   phase "prefill" --first token--> client, finish "handoff"
+   kvstore     the prompt's blocks, held under a handle <--------------+
+decode node    phase "decode", resumed from the first token --fetches--+ --> client
+```
+
+The hold ends when decode has the blocks, or by itself. A lost hold, a lost block or a slow fetch is a miss: decode
+computes what it lacks, and the text is the same.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from roundhouse.errors import EngineFailed
+from roundhouse.wire.v1.scheduling_pb2 import Placement
+from services.gateway.operations.call_progress import token_ids_of
+from services.gateway.ports import (
+    HANDOFF,
+    BlockHolds,
+    EngineChunk,
+    EngineRequest,
+    HeldBlocks,
+    InferenceNode,
+    TensorReply,
+    TensorRequest,
+)
+
+
+class HandingOver:
+    """`InferenceNode` for a grant of two placements; `generate` gets the one that decodes."""
+
+    def __init__(
+        self,
+        node: InferenceNode,
+        holds: BlockHolds,
+        prefill: Placement,
+        held: HeldBlocks,
+        on_handoff: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._holds = holds
+        self._prefill = prefill
+        self._held = held
+        self._on_handoff = on_handoff
+
+    async def generate(
+        self, placement: Placement, request: EngineRequest, *, timeout_ms: int
+    ) -> AsyncGenerator[EngineChunk, None]:
+        """See `InferenceNode.generate`. What was begun before, or is no generation, runs on the decode instance."""
+        if request.phase != "full" or not request.return_token_ids:
+            self._on_handoff()
+            async for chunk in self._node.generate(placement, request, timeout_ms=timeout_ms):
+                yield chunk
+            return
+        token_ids, handed = b"", False
+        first = self._node.generate(self._prefill, replace(request, phase="prefill"), timeout_ms=timeout_ms)
+        async with aclosing(first) as chunks:
+            async for chunk in chunks:
+                token_ids += chunk.token_ids
+                handed = chunk.finish_reason == HANDOFF
+                if handed:
+                    self._holds.hold(self._prefill.kvstore_address, self._held)
+                yield replace(chunk, finish_reason=None) if handed else chunk
+        if not handed:
+            return
+        if not token_ids:
+            raise EngineFailed("The prefill named no token to go on from.")
+        self._on_handoff()
+        rest = replace(
+            request,
+            phase="decode",
+            resumed_token_ids=token_ids_of(token_ids),
+            kv_peers=(self._prefill.kvstore_address,) if self._prefill.kvstore_address else (),
+            kv_hold=self._held.handle,
+        )
+        async with aclosing(self._node.generate(placement, rest, timeout_ms=timeout_ms)) as chunks:
+            async for chunk in chunks:
+                # The prompt was counted where it ran; here it comes out of the cache because of the handing over.
+                yield replace(chunk, input_tokens=None, cached_tokens=None)
+
+    async def infer(self, placement: Placement, request: TensorRequest, *, timeout_ms: int) -> TensorReply:
+        """See `InferenceNode.infer`: tensors have no prefill."""
+        return await self._node.infer(placement, request, timeout_ms=timeout_ms)
