@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 ARGS ?=
+PROFILE ?=
 
 .PHONY: help up down demo test check format bench proto lock compose-up compose-down compose-test clean
 
@@ -28,8 +29,8 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -e .
 	touch $@
 
-up: $(STAMP) ## start the whole mesh on this machine (ARGS="--detach --nodes 3 …")
-	@exec $(BIN)/roundhouse up $(ARGS)
+up: $(STAMP) ## start the whole mesh on this machine (PROFILE=disaggregated, ARGS="--detach --nodes 3 …")
+	@exec $(BIN)/roundhouse up $(if $(PROFILE),--profile $(PROFILE)) $(ARGS)
 
 down: $(STAMP) ## stop it
 	@$(BIN)/roundhouse down $(ARGS)

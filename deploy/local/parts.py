@@ -8,7 +8,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import partial
 from pathlib import Path
 from shutil import disk_usage
@@ -51,6 +51,13 @@ class Part:
         return self.program.name
 
 
+class Profile(StrEnum):
+    """What the nodes do."""
+
+    MIXED = "mixed"  # every node runs requests whole
+    DISAGGREGATED = "disaggregated"  # the first half of the nodes runs prompts, the others decode
+
+
 KV_DISK_BYTES = 256 * 2**20  # of a node's KV blocks: four arenas; small, since it is somebody's laptop
 
 
@@ -70,6 +77,7 @@ class ClusterOptions:
     log_level: str = "info"
     drain_seconds: int = 10
     metering_replicas: int = 1
+    profile: Profile = Profile.MIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,9 @@ def plan_cluster(home: Home, options: ClusterOptions, admin_key: str) -> Cluster
     parts += maker.metering(metering_port)
     for number in range(1, options.nodes + 1):
         parts += maker.node(f"node-{number}", number)
-    parts.append(maker.service("scheduler", "scheduler", Tier.SCHEDULER, 0, {}))
+    disaggregated = options.profile is Profile.DISAGGREGATED
+    scheduler = {"DISAGGREGATE": "true"} if disaggregated else {}
+    parts.append(maker.service("scheduler", "scheduler", Tier.SCHEDULER, 0, scheduler))
     parts.append(maker.gateway(edge, admin_key, metering_port))
     return ClusterPlan(tuple(parts), *edge, addresses.nats_url, addresses.redis_url)
 
@@ -224,8 +234,14 @@ class _ServiceMaker:
             "HOST_ARENA": str(self._arena(node_id, "weights", self._options.host_bytes)),
             "DISK_BYTES": str(self._options.disk_bytes),
             "CACHE_DIR": str(self._home.node(node_id) / "cache"),
+            "NODE_ROLE": self._role(number),
         }
         yield self.service("loader", f"loader-{number}", Tier.NODE, loader_port, loader)
+
+    def _role(self, number: int) -> str:
+        if self._options.profile is Profile.MIXED:
+            return "mixed"
+        return "prefill" if number <= max(1, self._options.nodes // 2) else "decode"
 
     def _arena(self, node_id: str, name: str, size: int) -> Path:
         """Shared memory where there is enough of it, else a file on disk."""

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from deploy.local.home import ClusterProblem, Home
-from deploy.local.parts import ClusterOptions
+from deploy.local.parts import ClusterOptions, Profile
 from deploy.local.sizes import parse_bytes, show_bytes
 from roundhouse.cli.cluster_end import end_cluster
 from roundhouse.cli.cluster_report import PipeReport, Report, ReportLine, TerminalReport, show_reports
@@ -47,6 +47,9 @@ def up(
     device_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory that models may take on a node.")
     ] = show_bytes(DEFAULTS.device_bytes),
+    profile: Annotated[
+        Profile, typer.Option(help="mixed: nodes run requests whole; disaggregated: half run prompts, half decode.")
+    ] = Profile.MIXED,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 = any.")] = 8080,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC API; 0 = any.")] = 8081,
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the admin API; 0 = any.")] = 8082,
@@ -55,8 +58,15 @@ def up(
 ) -> None:
     """Start the whole mesh on this machine: NATS, Valkey, Triton nodes and all services."""
     options = ClusterOptions(
-        nodes=nodes, device_bytes=_size(device_bytes), http_port=http_port, grpc_port=grpc_port, admin_port=admin_port
+        nodes=nodes,
+        device_bytes=_size(device_bytes),
+        http_port=http_port,
+        grpc_port=grpc_port,
+        admin_port=admin_port,
+        profile=profile,
     )
+    if profile is Profile.DISAGGREGATED and nodes < 2:
+        raise give_up("the disaggregated profile needs two nodes or more: one for prompts, one that decodes")
     home = open_home(data_dir)
     if detach:
         raise typer.Exit(_up_detached(home))
