@@ -11,6 +11,7 @@ from roundhouse.catalogue.records import Limits, Model
 from roundhouse.errors import EngineFailed
 from roundhouse.vocabulary import KeyId, Outcome, RequestId, TenantId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
+from services.gateway.domain.budgets import Money
 from services.gateway.domain.limits import ScopedLimits
 from services.gateway.domain.tensors import ModelSignature, Tensor
 
@@ -65,12 +66,14 @@ class Admission(Protocol):
         input_tokens: int,
         reserve_tokens: int,
         also: Sequence[ScopedLimits] = (),
+        money: Money | None = None,
     ) -> Admitted:
         """Take one request, `reserve_tokens` tokens and a concurrency lease of the tenant and of each scope in `also`.
 
         `reserve_tokens` is the whole reservation, the prompt's `input_tokens` included. Raises Unauthenticated (key
         revoked meanwhile), LimitExceeded (nothing was taken; without retry_after_ms if waiting does not help),
-        BudgetExhausted, Conflict (this id was settled before), Unavailable. Idempotent by request_id.
+        BudgetExhausted (`money`, the most that it may cost, does not fit beside what was spent and what other running
+        requests may cost), Conflict (this id was settled before), Unavailable. Idempotent by request_id.
         A cancelled call leaves nothing counted."""
         ...
 
@@ -78,8 +81,10 @@ class Admission(Protocol):
         """Undo an admission entirely, its count of one request too (invariant 15). Idempotent. Raises Unavailable."""
         ...
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
-        """Give back the lease and what was reserved above `used_tokens`. Idempotent. Raises Unavailable."""
+    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
+        """Give back the lease and what was reserved above `used_tokens` and `cost_micro` (micro-units of money).
+
+        The cost is held until the ledger has counted it. Idempotent. Raises Unavailable."""
         ...
 
     async def renew(self, held: Sequence[Admitted]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from roundhouse.catalogue.records import Limits
-from roundhouse.errors import BudgetExhausted, Conflict, LimitExceeded, Unauthenticated
+from roundhouse.errors import Conflict, LimitExceeded, Unauthenticated
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId, RequestId, TenantId
-from services.gateway.adapters import redis_names
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.domain.keys import INFERENCE, KeyRecord, key_hash
@@ -53,13 +52,6 @@ class World:
             caller, request_id, limits, input_tokens=0, reserve_tokens=tokens, also=also
         )
         return admitted
-
-    async def spend_budget(self) -> None:
-        """Mark the tenant's budget as spent."""
-        if self.redis is None:
-            self.gateways[0].budget_spent.add(ACME)
-        else:
-            await self.redis.set(redis_names.budget_spent(ACME), "1")
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -295,14 +287,6 @@ async def test_a_key_ends_when_it_expires(world: World) -> None:
     world.clock.advance(1)
     with pytest.raises(Unauthenticated):
         await world.gateways[0].admit(caller, RequestId("b"), UNLIMITED, input_tokens=1, reserve_tokens=1)
-
-
-async def test_a_spent_budget_refuses_and_takes_nothing(world: World) -> None:
-    """Budget is part of the same step; what runs already is not touched."""
-    limits = Limits(requests_per_minute=1)
-    await world.spend_budget()
-    with pytest.raises(BudgetExhausted):
-        await world.admit(limits)
 
 
 async def test_without_limits_nothing_is_refused(world: World) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from roundhouse.catalogue.records import Limits
 from roundhouse.clock import Clock
-from roundhouse.errors import BudgetExhausted, Conflict, NotFound, Unauthenticated, Unavailable
+from roundhouse.errors import Conflict, NotFound, Unauthenticated, Unavailable
 from roundhouse.vocabulary import KeyId, RequestId, TenantId
-from services.gateway.adapters.admission import limit_exceeded
-from services.gateway.domain import keys, limits
+from services.gateway.adapters.admission import budget_exhausted, limit_exceeded
+from services.gateway.domain import budgets, keys, limits
 from services.gateway.domain.keys import KeyRecord
 from services.gateway.domain.limits import ScopedLimits
 from services.gateway.ports import Admitted, Caller
@@ -86,7 +86,7 @@ class InMemoryAdmission:
 
     def __init__(self, clock: Clock, key_registry: InMemoryKeys) -> None:
         self.away = False
-        self.budget_spent: set[TenantId] = set()
+        self.purses: dict[TenantId, budgets.Purse] = defaultdict(budgets.Purse)
         self.uses: dict[TenantId, limits.TenantUse] = defaultdict(limits.TenantUse)
         self._clock = clock
         self._keys = key_registry
@@ -100,6 +100,7 @@ class InMemoryAdmission:
         input_tokens: int,
         reserve_tokens: int,
         also: Sequence[ScopedLimits] = (),
+        money: budgets.Money | None = None,
     ) -> Admitted:
         """See `Admission.admit`."""
         self._check()
@@ -107,10 +108,12 @@ class InMemoryAdmission:
         if not self._is_alive(caller):
             raise Unauthenticated("the API key is not valid")
         use = self.uses[caller.tenant_id]
-        if caller.tenant_id in self.budget_spent and request_id not in use.tickets:
-            raise BudgetExhausted("the budget of this account is spent")
+        purse = self.purses[caller.tenant_id]
+        if money is not None and request_id not in use.tickets and request_id not in use.ended:
+            purse = self._reserved(purse, request_id, money)
         after, answer = _admit(use, request_id, reserve_tokens, limits, also, self._clock.now_ms())
         self.uses[caller.tenant_id] = after
+        self.purses[caller.tenant_id] = purse
         return Admitted(
             ticket=request_id,
             tenant_id=caller.tenant_id,
@@ -128,15 +131,27 @@ class InMemoryAdmission:
             return not keys.has_expired(caller.expires_ms, self._clock.now_ms())
         return self._keys.is_alive(caller.tenant_id, caller.key_hash)
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
+    def _reserved(self, purse: budgets.Purse, request_id: RequestId, money: budgets.Money) -> budgets.Purse:
+        now_ms = self._clock.now_ms()
+        answer = purse.admit(request_id, money.cost_micro, money.limit_micro, now_ms)
+        if isinstance(answer, budgets.Refused):
+            raise budget_exhausted(money, purse.spent, answer.reserved)
+        return answer
+
+    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
         """See `Admission.settle`."""
         self._check()
         use = self.uses[admitted.tenant_id]
+        if admitted.ticket in use.tickets:
+            purse = self.purses[admitted.tenant_id]
+            self.purses[admitted.tenant_id] = purse.settle(admitted.ticket, cost_micro, self._clock.now_ms())
         self.uses[admitted.tenant_id] = limits.settle(use, admitted.ticket, used_tokens, self._clock.now_ms())
 
     async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
         """Undo an admission entirely."""
         self._check()
+        if request_id in self.uses[tenant_id].tickets:
+            self.purses[tenant_id] = self.purses[tenant_id].settle(request_id, 0, self._clock.now_ms())
         self.uses[tenant_id] = limits.withdraw(self.uses[tenant_id], request_id, self._clock.now_ms())
 
     async def renew(self, held: Sequence[Admitted]) -> None:
@@ -145,6 +160,9 @@ class InMemoryAdmission:
         for admitted in held:
             use = self.uses[admitted.tenant_id]
             self.uses[admitted.tenant_id] = limits.renew(use, admitted.ticket, self._clock.now_ms())
+            if admitted.ticket in use.tickets:
+                purse = self.purses[admitted.tenant_id]
+                self.purses[admitted.tenant_id] = purse.renew(admitted.ticket, self._clock.now_ms())
 
     async def aclose(self) -> None:
         """Nothing runs in the background here."""

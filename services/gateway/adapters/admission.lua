@@ -1,13 +1,16 @@
 -- Admits one request or refuses it, in one step: key alive, budget, and the limits of the tenant, the key and the model.
 -- The pure twin, with the reasons for the arithmetic, is services/gateway/domain/limits.py. Refused writes nothing.
--- KEYS (one tenant, one slot): 1 alive keys  2 ticket of this request  3 budget mark, then for each scope: meters, leases
+-- KEYS (one tenant, one slot): 1 alive keys  2 ticket of this request  3 budget  4 settlements, then for each scope:
+--       meters, leases. budget.lua is put before this.
 -- ARGV: 1 key hash ("" = a token of an issuer)  2 when that token expires, ms (0 = never)  3 request id
 --       4 tokens to reserve  5 lease ms  6 ticket ms  7 retry ms when only concurrency refuses
---       8 now ms ("" = the store's clock), then for each scope: its name ("" = the tenant), requests/min, tokens/min,
---       concurrent (each -1 = no limit)
+--       8 now ms ("" = the store's clock)  9 budget ("" = none): limit, most cost, field of what is spent
+--       10 settlements to keep, then for each scope: its name ("" = the tenant), requests/min, tokens/min, concurrent
+--       (each -1 = no limit)
 -- Returns {'taken', requests limit, left, reset ms, tokens limit, left, reset ms} of the scope with least left (limit -1 =
---         none), {'refused', limit name, retry ms (-1 = never fits), scope number}, {'key'}, {'budget'} or {'ended'}.
-local POINTS, FIXED = 60000, 8
+--         none), {'refused', limit name, retry ms (-1 = never fits), scope number}, {'key'}, {'ended'} or
+--         {'budget', spent, reserved} in micro-units.
+local POINTS, FIXED = 60000, 10
 
 local function whole(number) return string.format('%.0f', number) end
 
@@ -33,8 +36,9 @@ if ticket then -- a repeated call gets the first answer
   return {'taken', part[3], part[4], part[5], part[6], part[7], part[8]}
 end
 
-if redis.call('EXISTS', KEYS[3]) == 1 then
-  return {'budget'}
+local budget = budget_asked(KEYS[3], ARGV[9], now)
+if budget_refuses(budget) then
+  return {'budget', whole(budget.spent), whole(budget.reserved)}
 end
 
 local reserve = tonumber(ARGV[4])
@@ -62,7 +66,7 @@ local scopes = {}
 for number = 0, (#ARGV - FIXED) / 4 - 1 do
   local at = FIXED + number * 4
   local scope = {
-    name = ARGV[at + 1], meters = KEYS[4 + number * 2], leases = KEYS[5 + number * 2],
+    name = ARGV[at + 1], meters = KEYS[5 + number * 2], leases = KEYS[6 + number * 2],
     requests = tonumber(ARGV[at + 2]), tokens = tonumber(ARGV[at + 3]), concurrent = tonumber(ARGV[at + 4]),
   }
   local stored = redis.call('HMGET', scope.meters, 'requests', 'requests_at', 'tokens', 'tokens_at')
@@ -103,12 +107,18 @@ for _, scope in ipairs(scopes) do
   if scope.requests >= 0 or scope.tokens >= 0 then -- an empty meter need not be kept; a minute for a clock that steps back
     redis.call('PEXPIRE', scope.meters, math.max(drain_ms + 60000, redis.call('PTTL', scope.meters)))
   end
+  if scope.name == '' then -- nobody settled these
+    for _, id in ipairs(redis.call('ZRANGE', scope.leases, '-inf', whole(now), 'BYSCORE')) do
+      redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[10], '*', 'r', id, 'k', 'l', 't', '0')
+    end
+  end
   redis.call('ZREMRANGEBYSCORE', scope.leases, '-inf', whole(now))
   redis.call('ZADD', scope.leases, whole(now + tonumber(ARGV[5])), ARGV[3])
   redis.call('PEXPIRE', scope.leases, ARGV[6])
   lines[#lines + 1] = table.concat({scope.name == '' and '-' or scope.name, whole(scope.token_points),
     whole(scope.tokens), whole(scope.request_points), whole(scope.requests)}, ' ')
 end
+if budget and budget.cost > 0 then budget_change(KEYS[3], ARGV[3], budget.cost, now + tonumber(ARGV[5])) end
 local r, t = least.requests, least.tokens
 local first = {reserve, now, r[1], r[2], r[3], t[1], t[2], t[3]}
 for index, part in ipairs(first) do first[index] = whole(part) end

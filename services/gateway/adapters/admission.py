@@ -14,12 +14,15 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
+from roundhouse.budgets import budget_key, spent_field
 from roundhouse.catalogue.records import Limits
 from roundhouse.clock import Clock
 from roundhouse.errors import BudgetExhausted, Conflict, LimitExceeded, RoundhouseError, Unauthenticated, Unavailable
 from roundhouse.redis_edge import LuaScript
+from roundhouse.settlements import ENTRIES_MAX, KEEP_MS, settlements_key
 from roundhouse.vocabulary import RequestId, TenantId
 from services.gateway.adapters import redis_names
+from services.gateway.domain.budgets import SETTLED_HOLD_MS, Money
 from services.gateway.domain.limits import CONCURRENCY_RETRY_MS, LEASE_MS, LimitName, ScopedLimits
 from services.gateway.ports import Admitted, Caller
 
@@ -30,8 +33,8 @@ ENDED_MS = 60_000  # longer than any call can still be on its way to the store (
 WITHDRAW_TIMEOUT_S = 5.0
 
 _PACKAGE = "services.gateway.adapters"
-_admit = LuaScript(_PACKAGE, "admission.lua")
-_settle = LuaScript(_PACKAGE, "settle.lua")
+_admit = LuaScript(_PACKAGE, "admission.lua", prelude=("budget.lua",))
+_settle = LuaScript(_PACKAGE, "settle.lua", prelude=("budget.lua",))
 _renew = LuaScript(_PACKAGE, "renew.lua")
 
 _LIMIT_TEXT = {
@@ -58,6 +61,7 @@ class RedisAdmission:
         input_tokens: int,
         reserve_tokens: int,
         also: Sequence[ScopedLimits] = (),
+        money: Money | None = None,
     ) -> Admitted:
         """See `Admission.admit`. A cancelled call leaves nothing counted once the withdrawal has run."""
         assert 0 <= input_tokens <= reserve_tokens, "the reservation includes the prompt"
@@ -66,10 +70,11 @@ class RedisAdmission:
         keys = [
             redis_names.alive_keys(tenant_id),
             redis_names.ticket(tenant_id, request_id),
-            redis_names.budget_spent(tenant_id),
+            budget_key(tenant_id),
+            settlements_key(tenant_id),
         ]
         asked: list[str | int] = [caller.key_hash, caller.expires_ms, request_id, reserve_tokens]
-        asked += [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now()]
+        asked += [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now(), _budget_text(money), ENTRIES_MAX]
         for one in scopes:
             keys += [redis_names.meters(tenant_id, one.scope), redis_names.concurrency_leases(tenant_id, one.scope)]
             asked += [one.scope, _or_none(one.requests_per_minute), _or_none(one.tokens_per_minute)]
@@ -79,17 +84,20 @@ class RedisAdmission:
         except (asyncio.CancelledError, Unavailable):
             self._withdraw_soon(tenant_id, request_id)
             raise
+        if answer[0] == b"budget":
+            assert money is not None
+            raise budget_exhausted(money, int(answer[1]), int(answer[2]))
         return _admitted(answer, tenant_id, request_id, scopes, reserve_tokens)
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
+    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
         """See `Admission.settle`."""
-        await self._end(admitted.tenant_id, admitted.ticket, used_tokens, withdraw=False)
+        await self._end(admitted.tenant_id, admitted.ticket, used_tokens, cost_micro, withdraw=False)
 
     async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
         """Undo an admission entirely, the request count too, even one still on its way. Idempotent.
 
         Raises Unavailable."""
-        await self._end(tenant_id, request_id, 0, withdraw=True)
+        await self._end(tenant_id, request_id, 0, 0, withdraw=True)
 
     async def renew(self, held: Sequence[Admitted]) -> None:
         """See `Admission.renew`. One round trip; each tenant's leases are renewed atomically."""
@@ -101,7 +109,7 @@ class RedisAdmission:
         calls = []
         for tenant_id, requests in by_tenant.items():
             tickets = [redis_names.ticket(tenant_id, request_id) for request_id in requests]
-            keys = [redis_names.concurrency_leases(tenant_id), *tickets]
+            keys = [redis_names.concurrency_leases(tenant_id), f"{budget_key(tenant_id)}:holds", *tickets]
             calls.append((keys, [LEASE_MS, TICKET_MS, self._now(), *requests]))
         await _renew.each(self._redis, calls)
 
@@ -110,13 +118,18 @@ class RedisAdmission:
         if self._withdrawals:
             await asyncio.wait(set(self._withdrawals), timeout=WITHDRAW_TIMEOUT_S)
 
-    async def _end(self, tenant_id: TenantId, request_id: RequestId, used_tokens: int, *, withdraw: bool) -> None:
+    async def _end(
+        self, tenant_id: TenantId, request_id: RequestId, used_tokens: int, cost_micro: int, *, withdraw: bool
+    ) -> None:
         keys = [
             redis_names.meters(tenant_id),
             redis_names.concurrency_leases(tenant_id),
             redis_names.ticket(tenant_id, request_id),
+            budget_key(tenant_id),
+            settlements_key(tenant_id),
         ]
-        await _settle(self._redis, keys, [request_id, used_tokens, int(withdraw), ENDED_MS, self._now()])
+        times = [ENDED_MS, self._now(), cost_micro, SETTLED_HOLD_MS, ENTRIES_MAX, KEEP_MS]
+        await _settle(self._redis, keys, [request_id, used_tokens, int(withdraw), *times])
 
     def _withdraw_soon(self, tenant_id: TenantId, request_id: RequestId) -> None:
         task = asyncio.create_task(self._withdraw_once(tenant_id, request_id), name="admission_withdrawal")
@@ -135,6 +148,30 @@ class RedisAdmission:
 
 def _or_none(limit: int | None) -> int:
     return -1 if limit is None else limit
+
+
+def _budget_text(money: Money | None) -> str:
+    if money is None:
+        return ""
+    return f"{money.limit_micro} {money.cost_micro} {spent_field(money.period, money.budget.currency)}"
+
+
+def budget_exhausted(money: Money, spent_micro: int, reserved_micro: int) -> BudgetExhausted:
+    """The refusal as callers see it. Amounts are the tenant's own."""
+    budget = money.budget
+    left = max(0, money.limit_micro - spent_micro - reserved_micro)
+    what = f"the budget of {budget.amount} {budget.currency} for the {budget.period} {money.period}"
+    if left == 0:
+        held = " (with what running requests may cost)" if spent_micro < money.limit_micro else ""
+        return BudgetExhausted(f"{what} is spent{held}")
+    return BudgetExhausted(
+        f"{what} has {_decimal(left)} left, and this request may cost up to {_decimal(money.cost_micro)}:"
+        " allow fewer output tokens, or raise the budget"
+    )
+
+
+def _decimal(micro: int) -> str:
+    return f"{micro // 1_000_000}.{micro % 1_000_000:06d}".rstrip("0").rstrip(".")
 
 
 def _own(limits: Limits) -> ScopedLimits:
@@ -168,8 +205,6 @@ def _refusal(answer: list[Any], scopes: Sequence[ScopedLimits]) -> RoundhouseErr
     match answer[0]:
         case b"key":
             return Unauthenticated("the API key is not valid")
-        case b"budget":
-            return BudgetExhausted("the budget of this account is spent")
         case b"ended":
             return Conflict("this request id was used before")
         case b"refused":

@@ -39,8 +39,3 @@ def concurrency_leases(tenant_id: TenantId, scope: str = "") -> str:
 def ticket(tenant_id: TenantId, request_id: RequestId) -> str:
     """What one admitted request reserved, or that it ended."""
     return f"rh:{{t:{tenant_id}}}:ticket:{request_id}"
-
-
-def budget_spent(tenant_id: TenantId) -> str:
-    """Mark: the tenant's budget is spent; it expires with the budget's period."""
-    return f"rh:{{t:{tenant_id}}}:budget_spent"

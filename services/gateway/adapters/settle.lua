@@ -1,9 +1,10 @@
 -- Ends an admission: charges what was used instead of what was reserved and gives the concurrency leases back.
 -- The pure twin is services/gateway/domain/limits.py (settle, withdraw). A second call changes nothing.
--- KEYS: 1 meters  2 leases (both the tenant's)  3 ticket of this request. The ticket names the other scopes, whose keys
---       are these with ":scope" behind and so in the same slot.
+-- KEYS: 1 meters  2 leases (both the tenant's)  3 ticket of this request  4 budget  5 settlements. The ticket names the
+--       other scopes, whose keys are these with ":scope" behind and so in the same slot. budget.lua is put before this.
 -- ARGV: 1 request id  2 tokens used  3 "1" = withdraw: the request itself is given back too, and an admission that is
 --       still on its way will find itself ended  4 ms to remember that it ended  5 now ms ("" = the store's clock)
+--       6 cost in micro-units  7 ms to hold that cost until the ledger has it  8 settlements to keep  9 ms to keep them
 -- Returns 1 if this call ended it, else 0.
 local POINTS = 60000
 
@@ -60,5 +61,10 @@ for scope, token_before, token_rate, request_before, request_rate in
     change(meters, 'requests', request_rate, -give_back(tonumber(request_before), POINTS, 0, request_rate))
   end
 end
+if redis.call('HEXISTS', KEYS[4] .. ':amounts', ARGV[1]) == 1 then -- else it had none, or the ledger has it already
+  budget_change(KEYS[4], ARGV[1], ARGV[3] == '1' and 0 or tonumber(ARGV[6]), now + tonumber(ARGV[7]))
+end
+redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[8], '*', 'r', ARGV[1], 'k', ARGV[3] == '1' and 'w' or 's', 't', ARGV[2])
+redis.call('PEXPIRE', KEYS[5], ARGV[9])
 redis.call('SET', KEYS[3], 'ended', 'PX', ARGV[4])
 return 1

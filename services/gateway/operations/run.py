@@ -14,6 +14,7 @@ import structlog
 from roundhouse.errors import EngineFailed, RoundhouseError, Unavailable
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.gateway.domain.budgets import Money
 from services.gateway.domain.outcomes import refusal_error
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
@@ -49,11 +50,13 @@ RunEvent = Waiting | Produced
 class Run:
     """See the module. Made by `run_request`; `events` is iterated once."""
 
-    def __init__(self, parts: "RequestParts", work: Work, admitted: Admitted) -> None:
+    def __init__(self, parts: "RequestParts", work: Work, admitted: Admitted, money: Money | None = None) -> None:
         self.work = work
         self.admitted = admitted
         self.started_ms = parts.clock.monotonic_ms()
         self.used_tokens = 0
+        self.cost_micro = 0
+        self._money = money
         self._parts = parts
         self._attempt: Attempt | None = None
         self._events: AsyncGenerator[RunEvent, None] | None = None
@@ -215,6 +218,9 @@ class Run:
         self._parts.attempts.remove(attempt)
         ending = ending_of(attempt, error, self._parts.clock.monotonic_ms())
         self.used_tokens += attempt.input_tokens + attempt.output_tokens
+        if self._money is not None:
+            counts = (attempt.input_tokens, attempt.cached_tokens, attempt.output_tokens)
+            self.cost_micro += self._money.tariff.cost_micro(*counts)
         now_ms = self._parts.clock.now_ms()
         await self._parts.usage.record(usage_event(self.work, ending, self._parts.cluster, now_ms))
         if attempt.grant is not None:

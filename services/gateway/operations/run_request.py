@@ -21,6 +21,7 @@ from roundhouse.vocabulary import Outcome
 from services.gateway.domain.outcomes import outcome_of
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.attempts import Attempts
+from services.gateway.operations.money import money_for
 from services.gateway.operations.run import Run
 from services.gateway.operations.scoped_limits import scoped_limits
 from services.gateway.operations.settlements import Settlements
@@ -71,8 +72,9 @@ async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
         input_tokens=work.input_tokens,
         reserve_tokens=work.input_tokens + work.max_output_tokens,
         also=scoped_limits(work),
+        money=(money := money_for(work, parts.clock.now_ms())),
     )
-    run = Run(parts, work, admitted)
+    run = Run(parts, work, admitted, money)
     parts.observer.started(work.operation, work.model.name)
     error: BaseException | None = None
     with telemetry.tracer.start_as_current_span(
@@ -123,7 +125,7 @@ async def _leave(parts: RequestParts, run: Run, error: BaseException | None) -> 
     await run.close_streams()
     await run.finish(error)
     if run.was_accepted:
-        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens)
+        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens, cost_micro=run.cost_micro)
     else:
         await parts.settlements.withdraw(run.admitted)
     outcome = Outcome.DONE if run.is_done else outcome_of(error)

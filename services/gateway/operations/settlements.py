@@ -6,6 +6,7 @@ dropped: its concurrency lease and its reservation then end by themselves in the
 
 import asyncio
 from collections import deque
+from typing import NamedTuple
 
 import structlog
 
@@ -18,19 +19,26 @@ WAITING_MAX = 10_000  # a guess: half a minute of a busy gateway
 SETTLE_TIMEOUT_S = 3.0  # above the store's own call timeout
 
 
+class Used(NamedTuple):
+    """What a request consumed over all attempts."""
+
+    tokens: int
+    cost_micro: int  # micro-units of money, at most; 0 without a budget
+
+
 class Settlements:
     """Settles each admission once, sooner or later."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._waiting: deque[tuple[Admitted, int | None]] = deque(maxlen=WAITING_MAX)
+        self._waiting: deque[tuple[Admitted, Used | None]] = deque(maxlen=WAITING_MAX)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int) -> None:
+    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
         """Settle now, or keep it for `retry`. Bounded by `SETTLE_TIMEOUT_S`; never raises for a store that is away."""
-        await self._now_or_later(admitted, used_tokens)
+        await self._now_or_later(admitted, Used(used_tokens, cost_micro))
 
     async def withdraw(self, admitted: Admitted) -> None:
         """Undo the admission of a request that was refused after it; bounded and kept as `settle`."""
@@ -42,16 +50,16 @@ class Settlements:
             await self._end(*self._waiting[0])
             self._waiting.popleft()
 
-    async def _now_or_later(self, admitted: Admitted, used_tokens: int | None) -> None:
+    async def _now_or_later(self, admitted: Admitted, used: Used | None) -> None:
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                await self._end(admitted, used_tokens)
+                await self._end(admitted, used)
         except (Unavailable, TimeoutError):
             log.warning("settlement_delayed", request_id=admitted.ticket, tenant_id=admitted.tenant_id)
-            self._waiting.append((admitted, used_tokens))
+            self._waiting.append((admitted, used))
 
-    async def _end(self, admitted: Admitted, used_tokens: int | None) -> None:
-        if used_tokens is None:
+    async def _end(self, admitted: Admitted, used: Used | None) -> None:
+        if used is None:
             await self._admission.withdraw(admitted.tenant_id, admitted.ticket)
         else:
-            await self._admission.settle(admitted, used_tokens=used_tokens)
+            await self._admission.settle(admitted, used_tokens=used.tokens, cost_micro=used.cost_micro)
