@@ -99,15 +99,15 @@ def statement(
 
 def export(
     month: Month,
-    to: Annotated[Path, typer.Option("--to", help="File to write: .csv or .parquet.")],
+    to: Annotated[Path, typer.Option("--to", help="File to write: .csv, .parquet, or .jsonl (CloudEvents).")],
     tenant: Annotated[str, typer.Option("--tenant", help="Only this tenant.")] = "",
     admin_url: AdminUrl = "",
     admin_key: AdminKey = "",
 ) -> None:
     """Every entry of a month, one row each; corrections twice: what is taken back, and what replaces it."""
     kind = to.suffix.removeprefix(".")
-    if kind not in ("csv", "parquet"):
-        raise typer.BadParameter("must end in .csv or .parquet", param_hint="--to")
+    if kind not in ("csv", "jsonl", "parquet"):
+        raise typer.BadParameter("must end in .csv, .jsonl or .parquet", param_hint="--to")
     with refusals_told():
         wanted = {"format": kind} | ({"tenant": tenant} if tenant else {})
         size = open_api(admin_url, admin_key).download(f"/metering/export/{part(month)}", to, **wanted)

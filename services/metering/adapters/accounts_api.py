@@ -146,10 +146,10 @@ class _AccountsApi:
         raise InvalidInput("format must be json, text or csv", param="format")
 
     async def export(self, request: Request) -> Response:
-        """Every entry of a period, as CSV or Parquet"""
+        """Every entry of a period, as CSV, Parquet or CloudEvents (jsonl)"""
         month_ms, kind = month_of(request), request.query_params.get("format", "csv")
         if kind not in FORMATS:
-            raise InvalidInput("format must be csv or parquet", param="format")
+            raise InvalidInput("format must be csv, jsonl or parquet", param="format")
         write, media_type = FORMATS[kind]
         pages = period_entries(self._services.entries, month_ms, request.query_params.get("tenant") or None)
         name = f"usage-{request.path_params['month']}.{kind}"

@@ -10,15 +10,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+import msgspec
 import pyarrow as pa
 from pyarrow import parquet
 
+from services.metering.adapters.cloud_events import rated_record_json
 from services.metering.adapters.statement_formats import spreadsheet_safe
 from services.metering.domain.ledger import Entry
 from services.metering.domain.periods import instant_text, month_start_ms, month_text
 from services.metering.domain.rating import money_text
 
 MONEY: Final = pa.decimal128(38, 18)  # 12 decimals of a price a million tokens are 18 decimals of an amount
+_encode = msgspec.json.Encoder().encode
 REVERSAL: Final = "reversal"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNTS: Final = ("input_tokens", "cached_tokens", "output_tokens", "run_ms")
@@ -149,8 +152,19 @@ def _table(page: Sequence[Entry], period_ms: int) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
+async def as_cloud_events(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
+    """One CloudEvent (rated record) a line; what a correction takes back is in its own event."""
+    async for page in pages:
+        yield b"".join(
+            _encode(rated_record_json(entry.row)) + b"\n"
+            for entry in page
+            if entry.row.period_ms == period_ms and entry.sign > 0
+        )
+
+
 Format = Callable[[Pages, int], AsyncIterator[bytes]]
 FORMATS: Final[dict[str, tuple[Format, str]]] = {
     "csv": (as_csv, "text/csv; charset=utf-8"),
+    "jsonl": (as_cloud_events, "application/jsonl"),
     "parquet": (as_parquet, "application/vnd.apache.parquet"),
 }

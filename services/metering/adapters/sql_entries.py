@@ -7,6 +7,7 @@ from sqlalchemy import Connection, or_, select
 from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import ledger_head, usage_rows
 from services.metering.adapters.sql_database import SqlDatabase
+from services.metering.adapters.sql_ledger import with_credits
 from services.metering.domain.ledger import Entry, LedgerRow
 from services.metering.ports import EntryPage, EntryQuery
 
@@ -33,7 +34,8 @@ def _page(connection: Connection, query: EntryQuery) -> EntryPage:
     statement = select(*READ).where(booked, _columns.sequence > query.after, _columns.sequence <= query.upto)
     if query.tenant_id is not None:
         statement = statement.where(_columns.tenant_id == query.tenant_id)
-    rows = [ledger_row(row) for row in connection.execute(statement.order_by(_columns.sequence).limit(query.limit))]
+    found = connection.execute(statement.order_by(_columns.sequence).limit(query.limit))
+    rows = with_credits(connection, [ledger_row(row) for row in found])
     replaced = _by_sequence(connection, [row.corrects_sequence for row in rows if row.reversal_ms == query.period_ms])
     entries: list[Entry] = []
     for row in rows:

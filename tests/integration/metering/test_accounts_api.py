@@ -233,6 +233,11 @@ async def test_an_export_adds_up_to_the_statement(office: Office, monkeypatch: p
             (int(line["sequence"]), line["kind"], int(line["output_tokens"])) for line in lines
         ]
         assert sum_of(row["amount"] for row in table) == Decimal(statement["totals"][0]["amount"])
+        answer = await office.client.get(f"/v1/export/{month}?tenant=t1&format=jsonl")
+        ratings = [json.loads(line)["data"]["rating"] for line in answer.text.splitlines()]
+        taken_back = [rating["reversal"]["amount"] for rating in ratings if "reversal" in rating]
+        total = sum_of(Decimal(rating["amount"]) for rating in ratings) - sum_of(map(Decimal, taken_back))
+        assert total == Decimal(statement["totals"][0]["amount"])
     everybody = list(csv.DictReader((await office.client.get("/v1/export/2026-01")).text.splitlines()))
     assert {line["tenant"] for line in everybody} == {"t1", "t2"}
     assert (await office.client.get("/v1/export/2026-01?format=xls")).status_code == 400
