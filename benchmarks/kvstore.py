@@ -1,10 +1,11 @@
 """Bytes a second into and out of the kvstore, from memory and disk, against plain copies and reads of the same run.
 
-A put reserves, writes into the arena, hashes and commits; a get acquires, copies out, checks and releases: real calls
-to a real process, puts in batches of `BATCH` blocks. The limit of memory is the same copies into and out of a mapped,
-touched shared file without a store; with several clients every process copies at once, and the time is that from the
-first start to the last end. The limit of the disk is direct reads of the same sizes from one file into touched memory
-that asks for huge pages. Redis is Valkey over TCP with GET and SET, without its append-only file.
+A put reserves, hashes, writes into the arena and commits, in batches of `BATCH` blocks; a get acquires, copies each block
+to where it is needed, checks it and releases; a check does so without the copy, which an engine makes anyway when it
+fills its own pool. All are real calls to a real process. The limit of memory is the same copies into and out of a
+mapped, touched shared file, made by the same process between them; with several clients every process copies at once,
+and the time is that from the first start to the last end. The limit of the disk is direct reads of the same sizes from
+one file into touched memory that asks for huge pages, one beside each get. Redis is Valkey over TCP with GET and SET, without its append-only file.
 """
 
 import argparse
@@ -21,17 +22,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 import numpy as np
 import redis
-import xxhash
 from numpy.typing import NDArray
 
 from benchmarks.report import Figure, Goal, Report
 from deploy.local.ports import free_ports
 from deploy.local.server import LocalServer
 from deploy.local.stores import valkey_program
+from engines.block_arena import MappedArena
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
 NAME = "kvstore"
@@ -40,13 +42,22 @@ DESCRIPTION = "put and get GB/s from memory and disk, against memory copies and 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (256 * KIB, MIB, 4 * MIB)
 CLIENTS = (1, 4)
-BATCH = 16  # blocks a call, as an engine's chunk
-GOALS = {"put": 0.75, "get": 0.9, "disk_get": 0.75}
+BATCH = 64  # blocks a call, as the reference engine's chunk
+GOALS = {"put": 0.75, "get": 0.9, "check": 0.9, "disk_get": 0.75}
 SALT, LEASE_MS = b"benchmark", 10_000
 
+Bytes = NDArray[np.uint8]
 Rates = dict[str, float]
 Spans = dict[str, tuple[float, float]]
 """When something began and ended, monotonic seconds, which all processes share."""
+
+
+class Reserving(Protocol):
+    """A reservation under way."""
+
+    def result(self) -> kv_pb2.ReserveBlocksReply:
+        """Wait for it."""
+        ...
 
 
 def run(arguments: Sequence[str]) -> Report:
@@ -78,11 +89,13 @@ def _case(
 ) -> None:
     label = f"{size // KIB}kib_{clients}"
     with ExitStack() as stack:
-        address, restart = stack.enter_context(_store(folder, 4 * options.client_bytes * clients))
-        ours = _turns(options, clients, _client, (address, size, options.client_bytes))
-        plain = _turns(options, clients, _copier, (size, options.client_bytes))
-        disk = _disk_rates(address, restart, size, options.client_bytes)
-        direct = {"direct_read": _direct_reads(folder / "plain", size, options.client_bytes)}
+        address, restart = stack.enter_context(
+            _store(folder, (options.repeats + 1) * options.client_bytes * max(clients, 2))
+        )
+        rates = _turns(options, clients, _client, (address, size, options.client_bytes))
+        plain = {name: rates.pop(name) for name in ("copy_in", "copy_out")}
+        ours = rates
+        disk, direct = _disk_rates(address, restart, size, options, folder)
         for name, rate in (ours | disk).items():
             figures[f"{label}_{name}_gb_per_second"] = rate
         for name, rate in (plain | direct).items():
@@ -91,9 +104,9 @@ def _case(
             port = stack.enter_context(_valkey(folder))
             for name, rate in _turns(options, clients, _redis_client, (port, size, options.client_bytes)).items():
                 figures[f"{label}_{name}_gb_per_second"] = rate
-        for name, limit in (("put", plain["copy_in"]), ("get", plain["copy_out"]), ("disk_get", direct["direct_read"])):
-            if name in ours | disk:
-                goals.append(Goal.at_least(f"{label}: {name} / its limit", GOALS[name], (ours | disk)[name] / limit))
+        limit_of = {"put": plain["copy_in"], "get": plain["copy_out"], "check": plain["copy_out"]}
+        for name, limit in (limit_of | {"disk_get": direct["direct_read"]}).items():
+            goals.append(Goal.at_least(f"{label}: {name} / its limit", GOALS[name], (ours | disk)[name] / limit))
 
 
 # Clients, each in a process of its own
@@ -128,76 +141,101 @@ def _timed(barrier: Barrier, work: Callable[[], None]) -> tuple[float, float]:
 
 
 def _client(barrier: Barrier, queue: object, name: str, address: str, size: int, nbytes: int) -> None:
-    with grpc.insecure_channel(address) as channel:
+    """Copies without a store, and then the same with it, side by side, so that both meet the same machine."""
+    with grpc.insecure_channel(address) as channel, _plain_shared(nbytes) as shared:
         stub = kv_pb2_grpc.KvStoreStub(channel)
         arena = _mapped(stub)
         source, target = _touched(nbytes), _touched(nbytes)
         keys = _keys(name, nbytes // size)
-        put = _timed(barrier, lambda: _put(stub, arena, keys, source, size))
-        get = _timed(barrier, lambda: _get(stub, arena, keys, target))
+        spans = {
+            "copy_in": _timed(barrier, lambda: _copy(shared, source, size)),
+            "put": _timed(barrier, lambda: _put(stub, arena, keys, source, size)),
+            "copy_out": _timed(barrier, lambda: _copy(target, shared, size)),
+            "get": _timed(barrier, lambda: _get(stub, arena, keys, target)),
+            "check": _timed(barrier, lambda: _check(stub, arena, keys)),
+        }
         barrier.wait()
-        queue.put({"put": put, "get": get})  # type: ignore[attr-defined]
+        queue.put(spans)  # type: ignore[attr-defined]
 
 
-def _put(
-    stub: kv_pb2_grpc.KvStoreStub, arena: NDArray[np.uint8], keys: list[bytes], source: NDArray[np.uint8], size: int
-) -> None:
-    for first in range(0, len(keys), BATCH):
-        reserved = stub.ReserveBlocks(
-            kv_pb2.ReserveBlocksRequest(
-                salt=SALT,
-                model_digest=b"model",
-                keys=keys[first : first + BATCH],
-                parent_key=keys[first - 1] if first else b"",
-                length=size,
-                client_id="benchmark",
-                lease_ms=LEASE_MS,
-            )
+def _put(stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes], source: Bytes, size: int) -> None:
+    """In batches; the next one is reserved, and the last one published, while one is written."""
+    batches = [keys[first : first + BATCH] for first in range(0, len(keys), BATCH)]
+    reserved = _reserve(stub, batches[0], b"", size)
+    published, at = [], 0
+    for number, batch in enumerate(batches):
+        slots = reserved.result()
+        if number + 1 < len(batches):
+            reserved = _reserve(stub, batches[number + 1], batch[-1], size)
+        for slot in slots.slots:
+            slot.checksum = arena.write(slot.offset, source[at : at + size])
+            at += size
+        published.append(
+            stub.CommitBlocks.future(kv_pb2.CommitBlocksRequest(lease_id=slots.lease_id, blocks=slots.slots))
         )
-        for number, slot in enumerate(reserved.slots, first):
-            block = source[number * size : (number + 1) * size]
-            arena[slot.offset : slot.offset + size] = block
-            slot.checksum = xxhash.xxh3_64_intdigest(block.data)
-        done = stub.CommitBlocks(kv_pb2.CommitBlocksRequest(lease_id=reserved.lease_id, blocks=reserved.slots))
-        assert done.committed == len(keys[first : first + BATCH])
+    assert sum(done.result().committed for done in published) == len(keys)
 
 
-def _get(stub: kv_pb2_grpc.KvStoreStub, arena: NDArray[np.uint8], keys: list[bytes], target: NDArray[np.uint8]) -> None:
-    reply = stub.AcquirePrefix(
-        kv_pb2.AcquirePrefixRequest(salt=SALT, keys=keys, client_id="benchmark", lease_ms=LEASE_MS, wait_ms=10_000)
+def _reserve(stub: kv_pb2_grpc.KvStoreStub, keys: list[bytes], parent: bytes, size: int) -> Reserving:
+    return stub.ReserveBlocks.future(
+        kv_pb2.ReserveBlocksRequest(
+            salt=SALT,
+            model_digest=b"model",
+            keys=keys,
+            parent_key=parent,
+            length=size,
+            client_id="benchmark",
+            lease_ms=LEASE_MS,
+        )
     )
-    assert len(reply.blocks) == len(keys)
-    at = 0
-    for slot in reply.blocks:
-        into = target[at : at + slot.length]
-        into[:] = arena[slot.offset : slot.offset + slot.length]
-        assert xxhash.xxh3_64_intdigest(into.data) == slot.checksum
-        at += slot.length
-    stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id))
 
 
-def _copier(barrier: Barrier, queue: object, name: str, size: int, nbytes: int) -> None:
+def _get(stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes], target: Bytes) -> None:
+    """Acquire, copy each block to where it is needed, check it, release: all that an engine does."""
+    with _acquired(stub, keys) as reply:
+        for number, (offset, checksum) in enumerate(zip(reply.offsets, reply.checksums, strict=True)):
+            into = target[number * reply.length : (number + 1) * reply.length]
+            assert arena.read(offset, into, checksum)
+
+
+def _copy(target: Bytes, source: Bytes, size: int) -> None:
+    for at in range(0, len(source), size):
+        target[at : at + size] = source[at : at + size]
+
+
+@contextmanager
+def _plain_shared(nbytes: int) -> Iterator[Bytes]:
+    """Shared memory in huge pages, touched, as the arena is."""
     path = Path(f"/dev/shm/rh-bench-copy-{os.getpid()}")  # noqa: S108 - the same memory as the arena's
     try:
         with path.open("w+b") as file:
             file.truncate(nbytes)
-            shared = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+            mapped = mmap.mmap(file.fileno(), nbytes)
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        shared = np.frombuffer(mapped, np.uint8)
         shared[:] = 0
-        source, target = _touched(nbytes), _touched(nbytes)
-
-        def copy_in() -> None:
-            for at in range(0, nbytes, size):
-                shared[at : at + size] = source[at : at + size]
-
-        def copy_out() -> None:
-            for at in range(0, nbytes, size):
-                target[at : at + size] = shared[at : at + size]
-
-        rates = {"copy_in": _timed(barrier, copy_in), "copy_out": _timed(barrier, copy_out)}
-        barrier.wait()
-        queue.put(rates)  # type: ignore[attr-defined]
+        yield shared
     finally:
         path.unlink(missing_ok=True)
+
+
+def _check(stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes]) -> None:
+    """Acquire, check in place, release: what a get costs beyond the copy that the engine makes anyway."""
+    with _acquired(stub, keys) as reply:
+        for offset, checksum in zip(reply.offsets, reply.checksums, strict=True):
+            assert arena.is_right(offset, reply.length, checksum)
+
+
+@contextmanager
+def _acquired(stub: kv_pb2_grpc.KvStoreStub, keys: list[bytes]) -> Iterator[kv_pb2.AcquirePrefixReply]:
+    reply = stub.AcquirePrefix(
+        kv_pb2.AcquirePrefixRequest(
+            salt=SALT, keys=keys, client_id="benchmark", lease_ms=LEASE_MS, wait_ms=10_000, packed=True
+        )
+    )
+    assert len(reply.offsets) == len(keys)
+    yield reply
+    stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id))
 
 
 def _redis_client(barrier: Barrier, queue: object, name: str, port: int, size: int, nbytes: int) -> None:
@@ -221,22 +259,32 @@ def _redis_client(barrier: Barrier, queue: object, name: str, port: int, size: i
 # The disk
 
 
-def _disk_rates(address: str, restart: Callable[[], None], size: int, nbytes: int) -> Rates:
-    """A get of blocks that are on disk only: stored, used, written, and the process started again."""
-    keys, target = _keys("disk", nbytes // size), _touched(nbytes)
+def _disk_rates(
+    address: str, restart: Callable[[], None], size: int, options: argparse.Namespace, folder: Path
+) -> tuple[Rates, Rates]:
+    """A get of blocks that are on disk only: stored, used, written, and the process started again; and plain reads.
+
+    Each turn asks one of as many chains as there are turns, with the direct reads of another file beside it."""
+    nbytes, gets, reads = options.client_bytes, list[float](), list[float]()
+    chains = [_keys(f"disk{turn}", nbytes // size) for turn in range(options.repeats)]
+    target = _touched(nbytes)
     with grpc.insecure_channel(address) as channel:
         stub = kv_pb2_grpc.KvStoreStub(channel)
         arena = _mapped(stub)
-        _put(stub, arena, keys, _touched(nbytes), size)
-        _get(stub, arena, keys, target)
+        for keys in chains:
+            _put(stub, arena, keys, _touched(nbytes), size)
+            _get(stub, arena, keys, target)
         _wait_until_written(stub)
     restart()
     with grpc.insecure_channel(address) as channel:
         stub = kv_pb2_grpc.KvStoreStub(channel)
         arena = _mapped(stub)
-        started = time.perf_counter()
-        _get(stub, arena, keys, target)
-        return {"disk_get": nbytes / (time.perf_counter() - started) / 1e9}
+        for turn, keys in enumerate(chains):
+            reads.append(_direct_reads(folder / f"plain{turn}", size, nbytes))
+            started = time.perf_counter()
+            _get(stub, arena, keys, target)
+            gets.append(nbytes / (time.perf_counter() - started) / 1e9)
+    return {"disk_get": statistics.median(gets)}, {"direct_read": statistics.median(reads)}
 
 
 def _wait_until_written(stub: kv_pb2_grpc.KvStoreStub) -> None:
@@ -322,17 +370,18 @@ def _valkey(folder: Path) -> Iterator[int]:
         server.stop()
 
 
-def _mapped(stub: kv_pb2_grpc.KvStoreStub) -> NDArray[np.uint8]:
-    """The arena, its pages entered into this process's tables."""
-    arena = stub.DescribeArena(kv_pb2.DescribeArenaRequest(), wait_for_ready=True)
-    with Path(arena.path).open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), arena.bytes)
-    mapped.madvise(23)  # MADV_POPULATE_WRITE, as the engine's client does
-    return np.frombuffer(mapped, np.uint8)
+def _mapped(stub: kv_pb2_grpc.KvStoreStub) -> MappedArena:
+    """The arena, as engines map it."""
+    return MappedArena(stub.DescribeArena(kv_pb2.DescribeArenaRequest(), wait_for_ready=True))
 
 
 def _touched(nbytes: int) -> NDArray[np.uint8]:
-    return np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
+    """Private memory in huge pages, as large buffers of engines are."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array[:] = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
+    return array
 
 
 def _keys(name: str, count: int) -> list[bytes]:

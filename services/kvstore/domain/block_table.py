@@ -84,7 +84,7 @@ class BlockTable:
         for block in run:
             self._pin(block)
         lease = self._leases.open(holder, now_ms, run)
-        return Acquired(lease.lease_id, tuple(block.place() for block in run))
+        return Acquired(lease.lease_id, tuple([block.shown for block in run if block.shown is not None]))
 
     def run_length(self, salt: bytes, keys: Sequence[bytes], shared: Shared = NOTHING_SHARED) -> int:
         """How many leading `keys` are stored; uses and leases nothing."""
@@ -304,6 +304,7 @@ class BlockTable:
 
     def _show(self, block: Block, checksum: int) -> None:
         block.stored, block.checksum = True, checksum
+        block.shown = block.place()
         self._visible += 1
         self._stored.append(block.key)
 
@@ -318,7 +319,7 @@ class BlockTable:
 
     def _pin(self, block: Block) -> None:
         if block.pins == 0:
-            self._order.discard(block)
+            block.listed = False
             self._units_pinned += block.slot.units
         block.pins += 1
 
@@ -375,8 +376,8 @@ class BlockTable:
             self._visible -= 1
             self._dropped.append(block.key)
         block.condemned = True
+        self._order.dropped(block)
         if block.pins == 0:
-            self._order.discard(block)
             self._free(block)
 
     def _free(self, block: Block) -> None:

@@ -177,9 +177,12 @@ class Block:
     pins: int = 0
     uses: int = 0  # lookups that found it
     used_ms: int = 0  # when its last lease ended
-    worth: float = 0.0  # see `eviction`
+    worth: float = 0.0  # see `eviction`, also for the next three
     tick: int = 0
+    listed: bool = False
+    queued: bool = False
+    shown: BlockPlace | None = None  # where it lies, once it is stored
 
     def place(self) -> BlockPlace:
         """Where it lies."""
-        return BlockPlace(self.key, self.slot.offset, self.length, self.checksum)
+        return self.shown or BlockPlace(self.key, self.slot.offset, self.length, self.checksum)
