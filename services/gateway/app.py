@@ -34,6 +34,7 @@ from services.gateway.adapters.identity_tokens import IdentityTokens, Issuer, Ke
 from services.gateway.adapters.key_directory import RedisKeyDirectory
 from services.gateway.adapters.kserve_grpc import KServeService
 from services.gateway.adapters.kserve_rest import KServeRoutes
+from services.gateway.adapters.kv_holds import KvStoreHolds
 from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
 from services.gateway.adapters.openai_calls import OpenAICalls
@@ -181,6 +182,8 @@ class Gateway:
         if node is None:
             node = nodes = TritonNodes()
             self._stack.push_async_callback(nodes.close)
+        holds = KvStoreHolds()
+        self._stack.push_async_callback(holds.close)
         attempts = Attempts(settings.instance_id)
         settlements = Settlements(admission)
         scheduler = BusScheduler(bus)
@@ -198,6 +201,7 @@ class Gateway:
             usage=outbox,
             attempts=attempts,
             settlements=settlements,
+            holds=holds,
             observer=PrometheusObserver(),
             clock=world.clock,
         )

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from roundhouse.errors import EngineFailed, RoundhouseError
 from roundhouse.wire.v1.scheduling_pb2 import Placement
-from services.gateway.ports import EngineChunk, EngineRequest, TensorReply, TensorRequest
+from services.gateway.ports import HANDOFF, EngineChunk, EngineRequest, TensorReply, TensorRequest
 
 
 @dataclass
@@ -17,6 +18,9 @@ class FakeNode:
     interval_ms: int = 0
     fail_after: int | None = None  # tokens; 0 = before the first
     failures_left: int = 1_000_000
+    fail_each: int | None = None  # tokens of each call, however many calls
+    names_tokens: bool = True
+    placements: list[str] = field(default_factory=list)  # node ids, in order of the calls
     failure: RoundhouseError = field(
         default_factory=lambda: EngineFailed("The engine failed while it ran the request.")
     )
@@ -32,6 +36,7 @@ class FakeNode:
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `InferenceNode.generate`."""
         self.calls.append(request)
+        self.placements.append(placement.node_id)
         self.timeouts_ms.append(timeout_ms)
         self.open_streams += 1
         ended = False
@@ -52,8 +57,12 @@ class FakeNode:
     async def _tokens(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         parameters = json.loads(request.sampling_parameters)
         wanted = int(parameters["max_tokens"])
-        for number in range(wanted):
+        assert request.resumed_token_ids == tuple(range(len(request.resumed_token_ids)))
+        prefill_only = request.phase == "prefill" and wanted > 1
+        for number in range(len(request.resumed_token_ids), 1 if prefill_only else wanted):
             self._maybe_fail(number)
+            if self.fail_each is not None and number - len(request.resumed_token_ids) == self.fail_each:
+                raise self.failure
             if number == self.hang_after:
                 await asyncio.Event().wait()
             await asyncio.sleep(self.interval_ms / 1000)
@@ -62,8 +71,9 @@ class FakeNode:
                 output_tokens=1,
                 input_tokens=len(request.prompt_token_ids),
                 cached_tokens=4 if number == 0 else None,
-                finish_reason="length" if number == wanted - 1 else None,
+                finish_reason="length" if number == wanted - 1 else HANDOFF if prefill_only else None,
                 logprobs=_logprobs(number) if request.return_logprobs else None,
+                token_ids=struct.pack("<i", number) if request.return_token_ids and self.names_tokens else b"",
             )
 
     def _maybe_fail(self, number: int) -> None:

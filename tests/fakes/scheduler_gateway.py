@@ -16,6 +16,7 @@ class FakeScheduler:
 
     attempts: Attempts
     grants_at_once: bool = True
+    placements: list[wire.Placement] = field(default_factory=lambda: [PLACEMENT])
     refused: wire.Refused | None = None
     accepted: wire.Accepted = field(default_factory=lambda: wire.Accepted(position=2, estimated_wait_ms=3_000))
     away: bool = False
@@ -41,7 +42,7 @@ class FakeScheduler:
             request_id=request.request_id,
             attempt=request.attempt,
             lease_id=f"lease-{request.request_id}-{request.attempt}",
-            placements=[PLACEMENT],
+            placements=self.placements,
             queue_ms=7,
             stage_ms=5,
             load_ms=3,

@@ -4,11 +4,12 @@ Nothing is spent here (invariant 15): no limit is touched and no engine is calle
 authenticated tenant alone (invariants 11 and 16).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from roundhouse.block_keys import prefix_block_keys, tenant_salt
-from roundhouse.catalogue.records import Adapter, Interface, Model, Tenant
+from roundhouse.catalogue.records import Adapter, Engine, Interface, Model, Tenant
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput
 from services.gateway.adapters.openai_bodies import (
@@ -32,7 +33,13 @@ from services.gateway.operations.resolve_model import RequestContext, resolve_mo
 from services.gateway.ports import Caller, EngineRequest, TextCodec, TextCodecs
 
 BLOCK_TOKENS = 16  # of our engines; keys of another size would only miss
+RESUMING = (Engine.REFERENCE,)  # engines that name their tokens and draw alike on every node, given a seed
 CALLS_MAX = 128  # a guess: prompts times choices of one request
+
+
+def _seed() -> int:
+    """A seed nobody asked for, small enough for every choice to add its number."""
+    return secrets.randbits(62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,13 @@ class _Resolved:
 class OpenAIWork:
     """Makes `Work` of bodies."""
 
-    def __init__(self, catalogue: CatalogueView, codecs: TextCodecs, cluster: str) -> None:
+    def __init__(
+        self, catalogue: CatalogueView, codecs: TextCodecs, cluster: str, chance: Callable[[], int] = _seed
+    ) -> None:
         self._catalogue = catalogue
         self._codecs = codecs
         self._cluster = cluster
+        self._chance = chance
 
     async def chat(self, body: ChatBody, context: RequestContext) -> Prepared:
         """Raises InvalidInput, NotFound, Unavailable."""
@@ -120,6 +130,8 @@ class OpenAIWork:
         param: str,
     ) -> Prepared:
         check_vocabulary(sampling, resolved.codec.vocabulary_size)
+        if sampling.seed is None and resolved.model.engine in RESUMING:
+            sampling = replace(sampling, seed=self._chance())
         calls: list[EngineRequest] = []
         total = 0
         for prompt in prompts:
@@ -160,6 +172,7 @@ class OpenAIWork:
             adapter_path="",  # on the node; the grant says it
             adapter_digest=resolved.adapter.digest if resolved.adapter else "",
             return_logprobs=logprobs,
+            return_token_ids=phase == "full" and resolved.model.engine in RESUMING,
         )
 
     def _prepared(

@@ -105,6 +105,7 @@ def _joined(chunks: list[EngineChunk]) -> EngineChunk | None:
         finish_reason=chunks[-1].finish_reason,
         logprobs=_joined_lists([chunk.logprobs for chunk in chunks if chunk.logprobs]),
         embedding=vectors[-1] if vectors else None,
+        token_ids=b"".join([chunk.token_ids for chunk in chunks]),
     )
 
 

@@ -53,7 +53,20 @@ def _details(request: EngineRequest) -> dict[str, object]:
         "salt": request.salt,
         "adapter": {"path": request.adapter_path, "digest": request.adapter_digest} if has_adapter else None,
         "prompt_token_ids": request.prompt_token_ids,
+        "return_token_ids": request.return_token_ids,
+        **_resuming(request),
         "traceparent": (telemetry.trace_headers() or {}).get("traceparent"),
+    }
+
+
+def _resuming(request: EngineRequest) -> dict[str, object]:
+    """What a request says that begins on another instance; most say nothing."""
+    if not request.resumed_token_ids:
+        return {}
+    return {
+        "resumed_token_ids": request.resumed_token_ids,
+        "kv_peers": request.kv_peers,
+        "kv_hold": request.kv_hold,
     }
 
 
@@ -69,6 +82,7 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
     cached: int | None = None
     logprobs: str | None = None
     embedding: tuple[float, ...] | None = None
+    token_ids = b""
     for name, data in zip(names, contents, strict=True):
         match name:
             case "text_output":
@@ -81,6 +95,8 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
                 counted = _first_count(data)
             case "logprobs":
                 logprobs = _first_text(data)
+            case "token_ids":
+                token_ids = bytes(data)
             case "roundhouse":
                 cached = _cached_tokens(_first_text(data))
             case "embedding":
@@ -93,6 +109,7 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
         finish_reason=None if not finish or finish == _UNFINISHED else finish,
         logprobs=logprobs,
         embedding=embedding,
+        token_ids=token_ids,
     )
 
 

@@ -78,7 +78,8 @@ def finished_message(ending: Ending) -> scheduling_pb2.Finished:
         output_tokens=attempt.output_tokens,
         run_ms=ending.run_ms,
         instance_broken=ending.instance_broken,
-        node_id=attempt.grant.placements[0].node_id if attempt.grant.placements else "",
+        node_id=attempt.node_id,
+        first_token_node_id=attempt.prefill_node_id,
         first_token_ms=_engine_first_token_ms(attempt),
     )
 
@@ -117,7 +118,7 @@ def usage_event(work: Work, ending: Ending, cluster: str, now_ms: int) -> usage_
         first_token_ms=attempt.first_token_ms or 0,
         total_ms=ending.total_ms,
         run_ms=ending.run_ms,
-        node_id=grant.placements[0].node_id if grant.placements else "",
+        node_id=attempt.node_id,
         operation=work.operation,
         emitter="gateway",
     )

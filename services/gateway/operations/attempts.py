@@ -34,6 +34,8 @@ class Attempt:
     grant: wire.Grant | None = None
     opened_ms: int | None = None  # monotonic; when the engine stream was opened
     journal: AttemptJournal | None = None  # set with `opened_ms`
+    node_id: str = ""  # where it runs now
+    prefill_node_id: str = ""  # where its prompt ran, if that was another node
     first_token_ms: int | None = None  # from submit
     input_tokens: int = 0
     cached_tokens: int = 0

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
-from roundhouse.errors import EngineFailed, RoundhouseError, Unavailable
+from roundhouse.errors import EngineFailed, Unavailable
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.budgets import Money
 from services.gateway.domain.outcomes import refusal_error
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
+from services.gateway.operations.call_progress import CallProgress, Counts, may_go_on
 from services.gateway.operations.engine_streams import Produced, produced_by
+from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
-from services.gateway.ports import Admitted, EngineRequest, TensorReply, TensorRequest
+from services.gateway.ports import Admitted, EngineRequest, HeldBlocks, InferenceNode, TensorReply, TensorRequest
 
 if TYPE_CHECKING:
     from services.gateway.operations.run_request import RequestParts
@@ -59,14 +61,17 @@ class Run:
         self._money = money
         self._parts = parts
         self._attempt: Attempt | None = None
+        self._progress = [CallProgress() for _ in work.calls]
+        self._before = Counts()
+        self._first_token_ms: int | None = None
         self._events: AsyncGenerator[RunEvent, None] | None = None
 
     def events(self) -> AsyncIterator[RunEvent]:
         """`Waiting` now and then until the first chunk, then everything the engine produces.
 
-        Raises what the scheduler's refusal means, EngineFailed, InvalidInput and Unavailable. A failure before the
-        first chunk is tried again, through the scheduler, after a pause. The attempt is finished before the last piece
-        comes."""
+        Raises what the scheduler's refusal means, EngineFailed, InvalidInput and Unavailable. A failure is tried again,
+        through the scheduler, after a pause: from the beginning before the first chunk, afterwards from where it was,
+        if the engine has named its tokens. The attempt is finished before the last piece comes."""
         assert self._events is None, "a run is iterated once"
         self._events = self._all_events()
         return self._events
@@ -84,11 +89,20 @@ class Run:
                         yield event
                 return
             except (EngineFailed, Unavailable) as error:
-                if number == ATTEMPTS_MAX or not _may_run_again(self._attempt, number):
+                if number == ATTEMPTS_MAX or not self._may_run_again(number):
                     raise
                 log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
                 await finished_anyway(self.finish(error))
                 await self._parts.clock.sleep_ms(RETRY_PAUSES_MS[number - 1])
+
+    def _may_run_again(self, number: int) -> bool:
+        """Whether attempt `number` was given to an engine and another one can take its place unseen by the client.
+
+        An attempt that the scheduler did not take leaves the one before it as the last: that one has ended."""
+        attempt = self._attempt
+        if attempt is None or attempt.number != number or attempt.grant is None:
+            return False
+        return attempt.first_token_ms is None or may_go_on(self._progress)
 
     async def _attempt_events(self, number: int) -> AsyncGenerator[RunEvent, None]:
         attempt = await finished_anyway(self._submit(number))
@@ -114,7 +128,9 @@ class Run:
         )
         self._parts.attempts.add(attempt)
         try:
-            reply = await self._submitted(_submit_request(self.work, attempt, self._parts.gateway_id))
+            reply = await self._submitted(
+                _submit_request(self.work, attempt, self._parts.gateway_id, self.output_tokens)
+            )
         except Unavailable:
             # It may be queued after all: take it out. A grant for it would be answered "not wanted".
             self._parts.attempts.remove(attempt)
@@ -154,19 +170,23 @@ class Run:
     async def _stream(self, attempt: Attempt, grant: wire.Grant) -> AsyncGenerator[RunEvent, None]:
         """Open the engine streams and yield what they produce."""
         attempt.opened_ms = self._parts.clock.monotonic_ms()
-        attempt.input_tokens = self.work.input_tokens
+        attempt.input_tokens = 0 if self._before.input_tokens else self.work.input_tokens  # a prompt is billed once
+        attempt.node_id = grant.placements[0].node_id
         self._begin_journal(attempt)
-        calls = [_placed(call, grant) for call in self.work.calls]
+        pending = [index for index, each in enumerate(self._progress) if not each.ended]
+        calls = [_placed(self._progress[index].resumed(self.work.calls[index]), grant) for index in pending]
         timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
-        produced = produced_by(self._parts.node, grant.placements[0], calls, timeout_ms)
+        produced = produced_by(self._node_of(attempt, grant), grant.placements[-1], calls, timeout_ms)
         first = asyncio.ensure_future(_next_or_none(produced))
         try:
             async for waiting in self._until_done(first, attempt):
                 yield waiting
             item = first.result()
             left = len(calls)
-            attempt.first_token_ms = self._parts.clock.monotonic_ms() - attempt.submitted_ms
+            self._note_first_token(attempt)
             while item is not None:
+                item.index = pending[item.index]
+                item.seen_before = item.seen_before or self._progress[item.index].heard
                 left -= self._count(attempt, item)
                 self._note(attempt)  # before it is handed on: a kill after this loses nothing
                 if left == 0:
@@ -178,6 +198,24 @@ class Run:
                 raise EngineFailed("The engine ended without finishing the request.")
         finally:
             await finished_anyway(_close(first, produced))
+
+    def _node_of(self, attempt: Attempt, grant: wire.Grant) -> InferenceNode:
+        """The nodes; of a grant for two, as one."""
+        if len(grant.placements) < 2:
+            return self._parts.node
+        first, then = grant.placements[0], grant.placements[-1]
+        salt = next((call.salt for call in self.work.calls if isinstance(call, EngineRequest)), "")
+        held = HeldBlocks(bytes.fromhex(salt), self.work.block_keys, f"{attempt.request_id}/{attempt.number}")
+
+        def handed_over() -> None:
+            attempt.prefill_node_id, attempt.node_id = first.node_id, then.node_id
+
+        return HandingOver(self._parts.node, self._parts.holds, first, held, handed_over)
+
+    def _note_first_token(self, attempt: Attempt) -> None:
+        attempt.first_token_ms = self._parts.clock.monotonic_ms() - attempt.submitted_ms
+        if self._first_token_ms is None:
+            self._first_token_ms = attempt.first_token_ms
 
     def _begin_journal(self, attempt: Attempt) -> None:
         clock = self._parts.clock
@@ -191,13 +229,16 @@ class Run:
 
     def _count(self, attempt: Attempt, item: Produced) -> bool:
         """Add a piece to the books; True if it is the last one of its call."""
+        self._progress[item.index].took(item.piece)
         if isinstance(item.piece, TensorReply):
             attempt.finish_reason = "stop"
             return True
         chunk = item.piece
         attempt.output_tokens += chunk.output_tokens
         attempt.counted_by_engine = attempt.counted_by_engine or chunk.output_tokens > 0
-        if item.index % self.work.choices == 0:  # a prompt is billed once, however many choices it has
+        if (
+            item.index % self.work.choices == 0 and not self._before.input_tokens
+        ):  # a prompt is billed once, however many choices it has
             if chunk.input_tokens is not None and not item.seen_before:
                 call = cast("EngineRequest", self.work.calls[item.index])
                 attempt.input_tokens += chunk.input_tokens - len(call.prompt_token_ids)
@@ -221,6 +262,7 @@ class Run:
         if self._money is not None:
             counts = (attempt.input_tokens, attempt.cached_tokens, attempt.output_tokens)
             self.cost_micro += self._money.tariff.cost_micro(*counts)
+        self._before = self._before.plus(attempt)
         now_ms = self._parts.clock.now_ms()
         await self._parts.usage.record(usage_event(self.work, ending, self._parts.cluster, now_ms))
         if attempt.grant is not None:
@@ -266,24 +308,30 @@ class Run:
         return self._attempt is not None and self._attempt.cold and self._attempt.grant is None
 
     @property
+    def _sum(self) -> Counts:
+        """Over all attempts; an ended one is in `_before`."""
+        attempt = self._attempt
+        return self._before if attempt is None or attempt.ended else self._before.plus(attempt)
+
+    @property
     def input_tokens(self) -> int:
-        """Prompt tokens of the last attempt."""
-        return self._attempt.input_tokens if self._attempt else 0
+        """Prompt tokens."""
+        return self._sum.input_tokens
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that came from the cache."""
-        return self._attempt.cached_tokens if self._attempt else 0
+        return self._sum.cached_tokens
 
     @property
     def output_tokens(self) -> int:
         """Tokens generated so far, over all choices."""
-        return self._attempt.output_tokens if self._attempt else 0
+        return self._sum.output_tokens
 
     @property
     def first_token_ms(self) -> int | None:
         """From submit to the first chunk; None before it."""
-        return self._attempt.first_token_ms if self._attempt else None
+        return self._first_token_ms
 
     @property
     def grant(self) -> wire.Grant | None:
@@ -291,34 +339,14 @@ class Run:
         return self._attempt.grant if self._attempt else None
 
     @property
+    def finish_reason(self) -> str:
+        """Of the last call that ended; empty before."""
+        return self._attempt.finish_reason if self._attempt else ""
+
+    @property
     def queue_ms(self) -> int:
         """Wait in the queue, without staging and loading."""
         return self.grant.queue_ms if self.grant else 0
-
-    def span_attributes(self, error: BaseException | None) -> dict[str, str | int | tuple[str, ...]]:
-        """OpenTelemetry GenAI attributes of the request's span."""
-        attributes: dict[str, str | int | tuple[str, ...]] = {
-            "gen_ai.operation.name": self.work.operation,
-            "gen_ai.provider.name": "roundhouse",
-            "gen_ai.request.model": self.work.name,
-            "gen_ai.usage.input_tokens": self.input_tokens,
-            "gen_ai.usage.output_tokens": self.output_tokens,
-        }
-        if self._attempt is not None and self._attempt.finish_reason:
-            attributes["gen_ai.response.finish_reasons"] = (self._attempt.finish_reason,)
-        if error is not None and not self.is_done:
-            code = error.code if isinstance(error, RoundhouseError) else None
-            attributes["error.type"] = code or type(error).__name__
-        return attributes
-
-
-def _may_run_again(attempt: Attempt | None, number: int) -> bool:
-    """Whether attempt `number` was given to an engine and the client has seen nothing of it yet.
-
-    An attempt that the scheduler did not take leaves the one before it as the last: that one has ended."""
-    if attempt is None or attempt.number != number:
-        return False
-    return attempt.grant is not None and attempt.first_token_ms is None
 
 
 def pool_of(work: Work) -> PoolName:
@@ -326,7 +354,7 @@ def pool_of(work: Work) -> PoolName:
     return work.tenant.pool_of(work.model)
 
 
-def _submit_request(work: Work, attempt: Attempt, gateway_id: str) -> wire.SubmitRequest:
+def _submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int) -> wire.SubmitRequest:
     return wire.SubmitRequest(
         request_id=work.request_id,
         attempt=attempt.number,
@@ -339,7 +367,7 @@ def _submit_request(work: Work, attempt: Attempt, gateway_id: str) -> wire.Submi
         adapter_digest=work.adapter.digest if work.adapter else "",
         priority_class=work.tenant.priority_class.to_wire(),
         input_tokens=work.input_tokens,
-        max_output_tokens=work.max_output_tokens,
+        max_output_tokens=work.max_output_tokens - generated,
         deadline_unix_ms=work.deadline_unix_ms,
         block_keys=work.block_keys,
         pool=attempt.pool,

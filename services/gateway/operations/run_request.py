@@ -28,6 +28,7 @@ from services.gateway.operations.settlements import Settlements
 from services.gateway.operations.shielding import finished_anyway
 from services.gateway.ports import (
     Admission,
+    BlockHolds,
     InferenceNode,
     RequestEnded,
     RequestObserver,
@@ -51,6 +52,7 @@ class RequestParts:
     usage: UsageSink
     attempts: Attempts
     settlements: Settlements
+    holds: BlockHolds
     observer: RequestObserver
     clock: Clock
 
@@ -94,7 +96,7 @@ async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
             try:
                 await finished_anyway(_leave(parts, run, error))
             finally:  # whoever has the whole answer may hang up while it is being settled
-                span.set_attributes(run.span_attributes(error))
+                span.set_attributes(_span_attributes(run, error))
                 if error is not None and not run.is_done:
                     span.set_status(Status(StatusCode.ERROR))
 
@@ -116,6 +118,23 @@ def _deadline_error(run: Run) -> RoundhouseError:
         # Case B04 (c): a tensor client should come again, since the load goes on without it.
         return CapacityExhausted("The model is still being loaded.", retry_after_ms=LOAD_HELD_RETRY_MS)
     return DeadlinePassed("The deadline of the request passed.")
+
+
+def _span_attributes(run: Run, error: BaseException | None) -> dict[str, str | int | tuple[str, ...]]:
+    """OpenTelemetry GenAI attributes of the request's span."""
+    attributes: dict[str, str | int | tuple[str, ...]] = {
+        "gen_ai.operation.name": run.work.operation,
+        "gen_ai.provider.name": "roundhouse",
+        "gen_ai.request.model": run.work.name,
+        "gen_ai.usage.input_tokens": run.input_tokens,
+        "gen_ai.usage.output_tokens": run.output_tokens,
+    }
+    if run.finish_reason:
+        attributes["gen_ai.response.finish_reasons"] = (run.finish_reason,)
+    if error is not None and not run.is_done:
+        code = error.code if isinstance(error, RoundhouseError) else None
+        attributes["error.type"] = code or type(error).__name__
+    return attributes
 
 
 async def _leave(parts: RequestParts, run: Run, error: BaseException | None) -> None:

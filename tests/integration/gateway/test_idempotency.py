@@ -96,7 +96,7 @@ async def test_a_client_that_is_cut_off_finds_the_answer_when_it_comes_again(
 
 async def test_what_fails_is_not_kept(gateway: RunningGateway, node: FakeNode) -> None:
     """A failed stream and a refused request give the key back; the next try runs."""
-    node.fail_after, node.failures_left = 1, 1
+    node.names_tokens, node.fail_after, node.failures_left = False, 1, 1
     body = {**SAY, "stream": True}
     failed = await call(gateway, body)
     assert "error" in failed.text

@@ -215,6 +215,7 @@ async def test_an_engine_that_fails_is_unavailable_after_its_pieces(
     gateway: RunningGateway, node: FakeNode, stub: Any
 ) -> None:
     """Case B29: two pieces, no end message, and a status that says so; the bill is 4 + 2."""
+    node.names_tokens = False  # so that no other attempt goes on
     node.fail_after, node.failure = 2, EngineFailed("The engine failed while it ran the request.")
     call = stub.Generate(chat(max_tokens=5), metadata=KEY)
     kinds: list[str] = []

@@ -17,7 +17,7 @@ from tests.unit.gateway.gateway_world import catalogue
 
 async def test_an_engine_that_dies_mid_stream_is_one_error_event(gateway: RunningGateway, node: FakeNode) -> None:
     """Case B29: three tokens, then one error object; no finish chunk, no [DONE]; the event says failed, 4 + 3."""
-    node.fail_after = 3
+    node.names_tokens, node.fail_after = False, 3  # so that no other attempt goes on
     answer = await post(gateway, "/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 8})
     events = data_of(answer.text)
     assert "error" in json.loads(events[-1])

@@ -11,6 +11,7 @@ from services.gateway.operations.run_request import RequestParts
 from services.gateway.operations.settlements import Settlements
 from services.gateway.ports import Caller, EngineRequest, RequestEnded, TensorRequest
 from tests.fakes.admission import InMemoryAdmission, InMemoryKeys
+from tests.fakes.block_holds import RecordedHolds
 from tests.fakes.clock import VirtualClock
 from tests.fakes.inference_node import FakeNode
 from tests.fakes.scheduler_gateway import FakeScheduler
@@ -88,6 +89,7 @@ class GatewayWorld:
         self.scheduler = FakeScheduler(self.attempts)
         self.node = FakeNode()
         self.usage = FakeUsageSink()
+        self.holds = RecordedHolds()
         self.observer = RecordingObserver()
         self.settlements = Settlements(self.admission)
         self.parts = RequestParts(
@@ -99,6 +101,7 @@ class GatewayWorld:
             usage=self.usage,
             attempts=self.attempts,
             settlements=self.settlements,
+            holds=self.holds,
             observer=self.observer,
             clock=self.clock,
         )
@@ -126,6 +129,7 @@ class GatewayWorld:
         choices: int = 1,
         deadline_ms: int = 60_000,
         limits: Limits = UNLIMITED,
+        resumable: bool = False,
     ) -> Work:
         """A chat request of `choices` calls."""
         calls = tuple(
@@ -139,6 +143,7 @@ class GatewayWorld:
                 salt="00",
                 adapter_path="",
                 adapter_digest="",
+                return_token_ids=resumable,
             )
             for _ in range(choices)
         )
@@ -154,6 +159,7 @@ class GatewayWorld:
             deadline_unix_ms=self.clock.now_ms() + deadline_ms,
             calls=calls,
             choices=choices,
+            block_keys=(b"k1", b"k2"),
         )
 
     def tensor_work(self, *, deadline_ms: int = 60_000) -> Work:

@@ -18,8 +18,8 @@ from roundhouse.event_bus import Message
 from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.adapters.admin_api import AdminServices, admin_app
-from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_forecasts import BusForecasts
+from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
 from services.gateway.operations.admin_models import ModelOperations
