@@ -30,6 +30,7 @@ class LazyCommands(TyperGroup):
         "tenants": "roundhouse.cli.tenants:app",
         "usage": "roundhouse.cli.usage:app",
         "prices": "roundhouse.cli.prices:app",
+        "webhooks": "roundhouse.cli.webhooks:app",
     }
 
     def list_commands(self, ctx: Any) -> list[str]:

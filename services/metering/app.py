@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Final
 
 import structlog
@@ -23,7 +24,10 @@ from services.metering.adapters.accounts_api import MoneyServices, accounts_rout
 from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.budget_alerts import StreamAlerts
 from services.metering.adapters.budget_store import RedisBudgets
+from services.metering.adapters.cloud_events import rated_record_json
 from services.metering.adapters.observation import ProcessObserver
+from services.metering.adapters.reconciling_api import reconciling_router
+from services.metering.adapters.reconciling_sources import StreamSources
 from services.metering.adapters.signing import PeriodSigner
 from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_entries import SqlEntries
@@ -31,15 +35,22 @@ from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
 from services.metering.adapters.sql_spend import SqlSpend
+from services.metering.adapters.sql_webhooks import SqlWebhooks
 from services.metering.adapters.usage_api import usage_api
 from services.metering.adapters.usage_stream import JetStreamUsage
+from services.metering.adapters.webhook_http import HttpPoster
+from services.metering.adapters.webhooks_api import WebhookServices, webhooks_router
 from services.metering.operations.budgeting import TURN_MS as BUDGETS_MS
 from services.metering.operations.budgeting import BudgetFeed
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
 from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import LOOK_EVERY_MS, Publisher
+from services.metering.operations.reconciling import LOOK_MS as RECONCILING_MS
+from services.metering.operations.reconciling import Reconciler
 from services.metering.operations.recording import Recorder
 from services.metering.operations.watching import Watch
+from services.metering.operations.webhooks import TURN_MS as WEBHOOKS_MS
+from services.metering.operations.webhooks import WebhookSender, encode_with
 from services.metering.ports import PriceSource
 from services.metering.settings import MeteringSettings
 
@@ -79,9 +90,13 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             stream = JetStreamUsage(bus)
             stack.push_async_callback(stream.close)
             pricing = PriceKeeper(prices, SqlPrices(ledger.database), using.clock)
+            webhooks, sender = _webhooks(settings, ledger, using.clock, stack)
+            lifecycle.every(WEBHOOKS_MS, sender.turn, "metering_webhooks")
             money = _money(settings, ledger, pricing, using.clock)
+            reconciler = await _reconciler(settings, ledger, bus, prices, observer, using.clock, stack)
+            routers = (accounts_router(money), webhooks_router(webhooks), reconciling_router(reconciler, using.clock))
             using.http_port = await stack.enter_async_context(
-                serve_http(usage_api(ledger, accounts_router(money)), settings.bind_host, settings.http_port)
+                serve_http(usage_api(ledger, *routers), settings.bind_host, settings.http_port)
             )
             recorder = Recorder(stream, ledger, pricing, using.clock, observer)
             publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
@@ -92,6 +107,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             lifecycle.every(FOLD_EVERY_MS, Folding(ledger).turn, "metering_folding")
             budgets = await _budgets(settings, ledger, bus, prices, using.clock, stack)
             lifecycle.every(BUDGETS_MS, budgets.turn, "metering_budgets")
+            lifecycle.every(RECONCILING_MS, reconciler.turn, "metering_reconciling")
             await stack.enter_async_context(_working(lifecycle, recorder, publisher, settings.drain_seconds))
             log.info("metering_started", http_port=using.http_port, ops_port=using.ops_port)
             yield
@@ -127,6 +143,17 @@ async def _working(
             log.warning("metering_not_drained", seconds=drain_seconds)  # unacknowledged events come again
 
 
+def _webhooks(
+    settings: MeteringSettings, ledger: SqlLedger, clock: Clock, stack: AsyncExitStack
+) -> tuple[WebhookServices, WebhookSender]:
+    store = SqlWebhooks(ledger.database)
+    poster = HttpPoster(allow_private=settings.webhook_private_addresses)
+    stack.push_async_callback(poster.close)
+    encode = encode_with(rated_record_json)
+    sender = WebhookSender(store, poster, encode, clock, Random(), holder=settings.instance_id)  # noqa: S311 - jitter
+    return WebhookServices(store, poster, clock), sender
+
+
 def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, clock: Clock) -> MoneyServices:
     signer = PeriodSigner(settings.signing_key_path())
     return MoneyServices(
@@ -138,6 +165,20 @@ def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, 
         ledger=ledger,
         clock=clock,
     )
+
+
+async def _reconciler(
+    settings: MeteringSettings,
+    ledger: SqlLedger,
+    bus: NatsBus,
+    prices: PriceSource,
+    observer: ProcessObserver,
+    clock: Clock,
+    stack: AsyncExitStack,
+) -> Reconciler:
+    redis = open_redis(settings.redis_url)
+    stack.push_async_callback(redis.aclose)
+    return Reconciler(ledger, StreamSources(redis, bus, prices), observer, clock)
 
 
 async def _budgets(

@@ -3,7 +3,7 @@
 Each fake passes the contract suite of the real adapter (`tests/contract/test_ledger.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Protocol
@@ -13,11 +13,9 @@ from msgspec import Struct
 from roundhouse.catalogue.records import Catalogue
 from roundhouse.wire.v1 import usage_pb2
 from services.metering.domain.budgets import SpendRow, SpendSums
-from services.metering.domain.ledger import Candidate, Entry, LedgerRow, RawEvent, Rejected, Result
-from services.metering.domain.prices import PriceBook, PriceRule
+from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
-from services.metering.domain.rating import Rating
-from services.metering.domain.statements import ClosedPeriod, Statement, Sums
+from services.metering.domain.reconciling import Billed, Emitted, Kind, Settlement
 from services.metering.domain.usage import UsageFacts
 
 
@@ -157,113 +155,6 @@ class PriceSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class EntryQuery:
-    """A page of a period's books: entries of rows after a sequence and up to another, from at most `limit` rows."""
-
-    period_ms: int
-    upto: int
-    tenant_id: str | None = None
-    after: int = 0
-    limit: int = 5_000
-
-
-@dataclass(frozen=True, slots=True)
-class EntryPage:
-    """Entries in ledger order; `next_after` continues, None at the end."""
-
-    entries: tuple[Entry, ...]
-    next_after: int | None
-
-
-class Entries(Protocol):
-    """The books of a period, entry by entry. Raises Unavailable while the database is away."""
-
-    async def head(self) -> int:
-        """The last sequence of the ledger."""
-        ...
-
-    async def page(self, query: EntryQuery) -> EntryPage:
-        """One page."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RatingPage:
-    """Rows of a period by their own time, [from_ms, to_ms), after a sequence, at most `limit` looked at."""
-
-    from_ms: int
-    to_ms: int
-    after: int = 0
-    limit: int = 1_000
-    dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rerated:
-    """What one page came to. `changes` holds old and new rating of every row that is (or would be) corrected."""
-
-    examined: int
-    changes: tuple[tuple[Rating, Rating], ...]
-    next_after: int | None  # None: there is nothing after it
-
-
-class Accounts(Protocol):
-    """Accounting periods: months, known by their start in milliseconds. Raises Unavailable while the database is away.
-
-    Every answer is as of one instant, down to the last row that is committed."""
-
-    async def close(self, period_ms: int, *, now_ms: int) -> ClosedPeriod:
-        """Book nothing more in a month, and sign what it came to. Idempotent: closed again, it is what it was.
-
-        Raises Conflict if the month is not over, or an earlier one in which something is booked is open."""
-        ...
-
-    async def closed(self) -> Sequence[ClosedPeriod]:
-        """Every closed period, oldest first."""
-        ...
-
-    async def sums(self, period_ms: int) -> Sequence[tuple[str, Sums]]:
-        """What a period comes to now, by pseudonym and currency, as in the signed document."""
-        ...
-
-    async def statement(self, tenant_id: str, period_ms: int) -> Statement:
-        """What is booked for a tenant in a period; no lines if nothing is."""
-        ...
-
-    async def tenants(self, period_ms: int) -> Sequence[str]:
-        """For whom anything is booked in a period, sorted."""
-        ...
-
-
-class Rerating(Protocol):
-    """Corrections of rows that were rated at another price than holds now for their time."""
-
-    async def rerate(self, page: RatingPage, book: PriceBook, *, now_ms: int) -> Rerated:
-        """Correct one page of rows; nothing is written if the page is a dry run. Idempotent. Raises Unavailable."""
-        ...
-
-
-class PriceStore(Protocol):
-    """Every version of every price, in the ledger's database. Raises Unavailable while that is away."""
-
-    async def rules(self) -> Sequence[PriceRule]:
-        """All of them."""
-        ...
-
-    async def add(self, rules: Sequence[PriceRule], *, now_ms: int) -> int:
-        """Write new versions; how many were. One whose selector and instant are taken is left as it is."""
-        ...
-
-
-class Pricing(Protocol):
-    """What rates events."""
-
-    async def book(self) -> PriceBook:
-        """The prices as they are known now. Raises Unavailable before the first catalogue."""
-        ...
-
-
 class Observer(Protocol):
     """Who is told what happens: metrics and readiness."""
 
@@ -333,4 +224,36 @@ class BudgetAlerts(Protocol):
 
     async def tell(self, alert: usage_pb2.BudgetAlert) -> bool:
         """Tell it unless it was told before; whether it was told now. Raises Unavailable."""
+        ...
+
+
+class ReconcilingSources(Protocol):
+    """The books beside the ledger. Raises Unavailable while one of them is away."""
+
+    async def begin(self, until_ms: int, *, every_ms: int) -> int | None:
+        """Take the turn to compare up to `until_ms`; from when on. None: it is too early, or another process's turn."""
+        ...
+
+    async def done(self, until_ms: int) -> None:
+        """Everything before `until_ms` was compared."""
+        ...
+
+    async def settlements(self, tenants: Collection[str], from_ms: int, to_ms: int) -> Sequence[Settlement]:
+        """What the quota says of requests that ended in a window, and of those that nobody settled yet."""
+        ...
+
+    async def emitted(self, from_ms: int, to_ms: int) -> Sequence[Emitted]:
+        """Usage events of a window, by their own time."""
+        ...
+
+    async def billed(self, from_ms: int, to_ms: int) -> Sequence[Billed]:
+        """Rated records of a window, by the time of their event."""
+        ...
+
+
+class ReconcilingObserver(Protocol):
+    """Who hears how the hourly comparison went."""
+
+    def reconciled(self, until_ms: int, differences: Mapping[Kind, int]) -> None:
+        """Everything before `until_ms` was compared."""
         ...

@@ -27,7 +27,7 @@ from services.metering.domain.queries import Dimension, GroupPage, UsageFilter
 from services.metering.domain.rating import rate, sum_of
 from services.metering.domain.statements import differences
 from services.metering.domain.usage import TIME_MS_END, UsageFacts
-from services.metering.ports import RatingPage
+from services.metering.money_ports import RatingPage
 from tests.builders.ledgers import EmptyLedgers, database_url
 from tests.builders.usage import TIME_MS, abandoned, usage_facts
 

@@ -21,10 +21,11 @@ from services.metering.domain.periods import parse_instant, parse_month
 from services.metering.domain.rating import money_text
 from services.metering.domain.statements import ClosedPeriod, differences
 from services.metering.domain.usage import TIME_MS_END
+from services.metering.money_ports import Accounts, Entries, PriceStore, Pricing, RatingPage, Rerating
 from services.metering.operations.applying import apply_prices
 from services.metering.operations.exporting import period_entries
 from services.metering.operations.rerating import RerateReport, rerate_period
-from services.metering.ports import Accounts, Entries, Ledger, PriceStore, Pricing, RatingPage, Rerating
+from services.metering.ports import Ledger
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024  # ten thousand prices are about 2 MB
 Body = TypeVar("Body")

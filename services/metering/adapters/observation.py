@@ -1,13 +1,14 @@
 """`Observer` on Prometheus metrics and the readiness of this process. Labels are fixed sets (invariant 17)."""
 
 from collections import Counter as Tally
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from roundhouse import telemetry
 from roundhouse.ops_server import Readiness
 from services.metering.domain.ledger import Result
+from services.metering.domain.reconciling import Kind
 
 _events = Counter(
     "roundhouse_metering_events",
@@ -29,6 +30,19 @@ _unpublished = Gauge(
     "Ledger rows that the billing stream does not have yet.",
     registry=telemetry.REGISTRY,
 )
+_differences = Counter(
+    "roundhouse_metering_differences",
+    "Requests on which the hourly comparison of the books found a difference.",
+    ["kind"],
+    registry=telemetry.REGISTRY,
+)
+_reconciled = Gauge(
+    "roundhouse_metering_reconciled_until_seconds",
+    "Unix time up to which the books were compared.",
+    registry=telemetry.REGISTRY,
+)
+for _kind in Kind:
+    _differences.labels(_kind.value)
 for _result in Result:
     _events.labels(_result.value)  # a series exists before its first event
 
@@ -56,3 +70,9 @@ class ProcessObserver:
     def condition(self, name: str, *, reason: str | None) -> None:
         """See `Observer.condition`."""
         self._readiness.set(name, reason=reason)
+
+    def reconciled(self, until_ms: int, differences: Mapping[Kind, int]) -> None:
+        """See `ReconcilingObserver.reconciled`."""
+        _reconciled.set(until_ms / 1000)
+        for kind, count in differences.items():
+            _differences.labels(kind.value).inc(count)

@@ -9,7 +9,7 @@ from services.metering.adapters.schema import ledger_head, usage_rows
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_ledger import with_credits
 from services.metering.domain.ledger import Entry, LedgerRow
-from services.metering.ports import EntryPage, EntryQuery
+from services.metering.money_ports import EntryPage, EntryQuery
 
 _columns = usage_rows.c
 

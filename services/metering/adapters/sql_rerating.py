@@ -10,7 +10,7 @@ from services.metering.adapters.sql_ledger import lock_head, write_plan
 from services.metering.domain.ledger import Books, LedgerRow, plan_rerating
 from services.metering.domain.prices import PriceBook
 from services.metering.domain.rating import Rating, rate
-from services.metering.ports import RatingPage, Rerated
+from services.metering.money_ports import RatingPage, Rerated
 
 
 class SqlRerating:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from roundhouse.clock import Clock
 from roundhouse.errors import Conflict
 from services.metering.domain.prices import PriceRule, same_content
-from services.metering.ports import PriceStore
+from services.metering.money_ports import PriceStore
 
 
 async def apply_prices(

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from services.metering.domain.ledger import Entry
-from services.metering.ports import Entries, EntryQuery
+from services.metering.money_ports import Entries, EntryQuery
 
 
 async def period_entries(entries: Entries, period_ms: int, tenant_id: str | None) -> AsyncIterator[Sequence[Entry]]:

@@ -9,7 +9,8 @@ import structlog
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from services.metering.domain.prices import PriceBook, declared_rules
-from services.metering.ports import PriceSource, PriceStore
+from services.metering.money_ports import PriceStore
+from services.metering.ports import PriceSource
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,8 @@ from services.metering.domain.ledger import Candidate, RawEvent, Rejected, Resul
 from services.metering.domain.prices import PriceBook
 from services.metering.domain.rating import rate
 from services.metering.domain.usage import UsageFacts, fault_of
-from services.metering.ports import Delivery, Ledger, Observer, Pricing, UsageStream
+from services.metering.money_ports import Pricing
+from services.metering.ports import Delivery, Ledger, Observer, UsageStream
 
 log = structlog.get_logger(__name__)
 

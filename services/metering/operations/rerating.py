@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from roundhouse.clock import Clock
 from services.metering.domain.rating import EXACT
-from services.metering.ports import Pricing, RatingPage, Rerated, Rerating
+from services.metering.money_ports import Pricing, RatingPage, Rerated, Rerating
 
 
 @dataclass(slots=True)

@@ -26,9 +26,9 @@ from services.metering.domain.ledger import RawEvent
 from services.metering.domain.periods import DAY_MS, month_start_ms, next_month_ms
 from services.metering.domain.rating import sum_of
 from services.metering.domain.usage import UsageFacts
+from services.metering.money_ports import EntryQuery
 from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.recording import rated_item
-from services.metering.ports import EntryQuery
 from tests.builders.usage import TIME_MS, priced_catalogue, usage_facts
 from tests.fakes.clock import ManualClock
 from tests.fakes.prices import SetCatalogue
