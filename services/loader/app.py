@@ -122,6 +122,7 @@ class _Loader:
             StubProcesses(int(self._settings.triton_grpc.rpartition(":")[2])),
             self._clock,
             round(self._settings.load_timeout_seconds * 1000),
+            round(self._settings.unload_patience_seconds * 1000),
         )
         steps.performed_by(Performer(self.node, steps, caches, parts).perform)
         recollection = Recollection(self.node, NodeFile(self._settings.cache_dir))

@@ -287,6 +287,10 @@ class ModelProcesses(Protocol):
         """Process ids that run the model; None if they cannot be told (another container, no such backend)."""
         ...
 
+    async def end(self, pids: Sequence[int]) -> None:
+        """End them at once, and return when their memory is free. Idempotent."""
+        ...
+
     async def memory_bytes(self, pids: Sequence[int]) -> int:
         """Memory of their own, without what they share with others; 0 if it cannot be told."""
         ...

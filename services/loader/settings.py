@@ -39,6 +39,9 @@ class LoaderSettings(ServiceSettings):
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="bytes of the disk cache")
     device_count: int = Field(default=1, ge=1, description="devices of the node")
     cache_dir: Path = Field(description="folder of the disk cache; Triton must see it under the same path")
+    unload_patience_seconds: float = Field(
+        default=300.0, gt=0, description="how long running requests may hold up an unload before the model is ended"
+    )
     load_timeout_seconds: float = Field(default=60.0, gt=0, description="how long Triton may take to load one model")
 
     @property

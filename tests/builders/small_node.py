@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 from roundhouse.catalogue.records import ContentFile, Engine, Interface, Model
-from roundhouse.errors import NotFound
+from roundhouse.errors import NotFound, RoundhouseError
 from roundhouse.vocabulary import ModelName
 from roundhouse.wire.v1 import loading_pb2
 from services.loader.domain.contents import ContentLedger
@@ -27,7 +27,7 @@ from services.loader.operations.staging import Stagings
 from services.loader.operations.steps import Steps
 from services.loader.operations.watch_triton import TritonWatch
 from services.loader.ports import ArenaView, AuditNote, LoadPackage, Remembered
-from tests.fakes.clock import VirtualClock
+from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.model_control import FakeModelControl
 from tests.fakes.weight_arena import FakeWeightArena
 from tests.fakes.weight_cache import FakeSource, FakeWeightCache, digest_of
@@ -141,10 +141,15 @@ class FakeProcesses:
 
     pids: dict[str, list[int]] = field(default_factory=dict)
     bytes_each: int = 0
+    ended: list[int] = field(default_factory=list)
 
     async def find(self, triton_name: str) -> Sequence[int] | None:
         """See `ModelProcesses.find`."""
         return self.pids.get(triton_name)
+
+    async def end(self, pids: Sequence[int]) -> None:
+        """See `ModelProcesses.end`."""
+        self.ended += pids
 
     async def memory_bytes(self, pids: Sequence[int]) -> int:
         """See `ModelProcesses.memory_bytes`."""
@@ -228,12 +233,16 @@ async def small_node(
     host_bytes: int = 1_000,
     watched: bool = False,
     memory: FakeNodeMemory | None = None,
+    triton: FakeModelControl | None = None,
 ) -> AsyncIterator[SmallNode]:
-    """A node whose catalogue and sources have `models`; `watched` runs the watch each second, as a process does."""
+    """A node whose catalogue and sources have `models`; `watched` runs the watch each second, as a process does.
+
+    `memory` and `triton` are those of an earlier process."""
     clock = VirtualClock()
     library = FakeLibrary({version_of(model): model for model in models})
     sources = {model.source_path: source_of(model) for model in models}
-    control, cache, arena = FakeModelControl(clock), FakeWeightCache(clock, sources), FakeWeightArena(clock, host_bytes)
+    control = triton or FakeModelControl(clock)
+    cache, arena = FakeWeightCache(clock, sources), FakeWeightArena(clock, host_bytes)
     audit, measurements, processes = KeptNotes(), KeptMeasurements(), FakeProcesses()
     remembered = memory or FakeNodeMemory()
     node = Node(MemoryLedger(device_bytes), ContentLedger(disk_bytes))
@@ -286,3 +295,31 @@ async def _beat(watch: TritonWatch, clock: VirtualClock) -> None:
     while True:
         await clock.sleep_ms(1_000)
         await watch.turn()
+
+
+def on_a_small_node(
+    *models: Model, **sizes: int
+) -> Callable[[Callable[[SmallNode], Awaitable[None]]], Callable[[], None]]:
+    """Run a test inside a node of its own, in virtual time."""
+
+    def decorate(test: Callable[[SmallNode], Awaitable[None]]) -> Callable[[], None]:
+        async def work() -> None:
+            async with small_node(models, **sizes) as node:  # type: ignore[arg-type]
+                await test(node)
+
+        def run() -> None:
+            run_virtual(work())
+
+        run.__doc__, run.__name__ = test.__doc__, getattr(test, "__name__", "test")
+        return run
+
+    return decorate
+
+
+async def outcome(work: Awaitable[object]) -> RoundhouseError | None:
+    """The error that some work ends with."""
+    try:
+        await work
+    except RoundhouseError as error:
+        return error
+    return None

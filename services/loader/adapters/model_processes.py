@@ -7,13 +7,17 @@ and says so. Source: Triton's python_backend, src/stub_launcher.cc.
 """
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
 _STUB = b"triton_python_backend_stub"
 _KIB = 1024
+END_LOOKS, END_LOOK_S = 100, 0.05  # 5 s: the kernel takes about a second to free 100 GB
 
 
 class StubProcesses:
@@ -26,6 +30,16 @@ class StubProcesses:
     async def find(self, triton_name: str) -> Sequence[int] | None:
         """See `ModelProcesses.find`."""
         return await asyncio.to_thread(self._find, triton_name)
+
+    async def end(self, pids: Sequence[int]) -> None:
+        """See `ModelProcesses.end`."""
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for _ in range(END_LOOKS):
+            if not await asyncio.to_thread(lambda: any(self._runs(pid) for pid in pids)):
+                return
+            await asyncio.sleep(END_LOOK_S)
 
     async def memory_bytes(self, pids: Sequence[int]) -> int:
         """See `ModelProcesses.memory_bytes`."""
@@ -56,6 +70,13 @@ class StubProcesses:
             return int((self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, IndexError, ValueError):
             return 0
+
+    def _runs(self, pid: int) -> bool:
+        """Whether it still has memory: what waits for its parent to take notice has none."""
+        try:
+            return (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        except (OSError, IndexError):
+            return False
 
     def _own_bytes(self, pid: int) -> int:
         """Anonymous memory, by its share: neither libraries nor what is mapped from the arena."""

@@ -106,7 +106,9 @@ def _kept(ranges: Mapping[str, Range], ledger: ContentLedger) -> dict[str, Range
 
 
 def _best_gap(taken: list[Range], capacity: int, size: int) -> int | None:
-    """Offset in the smallest gap that is large enough; the first of equals."""
+    """Offset in the smallest gap that is large enough; the first of equals. What has no bytes lies anywhere."""
+    if size == 0:
+        return 0
     fitting = [(gap.size, gap.offset) for gap in _gaps(taken, capacity) if gap.size >= size]
     return min(fitting)[1] if fitting else None
 

@@ -96,7 +96,12 @@ class CacheTiers:
         the accounts are then as they were before."""
 
         async def work(staging: Staging, lane: TrafficLane) -> None:
+            host_leg = staging.legs[Way.TO_HOST]
+            if to_host and self._arena.capacity and weights.files:
+                names = weights.mapped(weights.files)
+                host_leg.total = sum(file.size for file in weights.files if file.name in names)  # for the estimate
             await self._to_disk(staging, lane, weights)
+            host_leg.total = 0
             if to_host:
                 await self._to_host(staging, lane, weights)
 

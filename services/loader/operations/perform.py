@@ -41,6 +41,9 @@ DEAD_UNLOAD_MS = 1_000  # Triton confirms at once, or never: its requests to a d
 REPEAT_UNLOAD_MS = 5_000  # Triton forgets an unload that it got while it was restarted
 # A grant that is on its way reaches Triton in tens of milliseconds; ten times that (a guess).
 DRAIN_MS = 250
+# Whoever evicts has seen that no request runs there, so what Triton still waits for will never come: a stream that was
+# cancelled as it ended can do that (tried, one in ten on a busy machine). Confirmed unloads take under a second.
+EVICTED_PATIENCE_MS = 5_000
 FAILED_LOAD = "failed"
 
 
@@ -55,6 +58,7 @@ class Parts:
     processes: ModelProcesses
     clock: Clock
     load_timeout_ms: int
+    unload_patience_ms: int = 300_000  # how long running requests may hold up an unload that was ordered
 
 
 class Performer:
@@ -220,6 +224,7 @@ class Performer:
         version = home.instance.version
         why = _why_unloaded(home)
         gone = frozenset({TritonState.UNAVAILABLE})
+        began_ms = self._parts.clock.monotonic_ms()
         while True:
             try:
                 await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
@@ -228,8 +233,11 @@ class Performer:
                 break
             except (Unavailable, DeadlinePassed):
                 log.info("unload_not_confirmed", model=version.model, digest=version.digest)
+                waited_ms = self._parts.clock.monotonic_ms() - began_ms
                 if home.triton_name in self._node.dead or await self._has_no_process(home):
                     break
+                if await self._ended_by_force(home, waited_ms):
+                    continue  # Triton may confirm now
                 await self._parts.clock.sleep_ms(LONGEST_POLL_MS)
             except Exception as error:  # noqa: BLE001 - bytes stay held until Triton says otherwise; ask again
                 log.error("unload_failed", model=version.model, error=type(error).__name__, text=str(error))
@@ -242,6 +250,22 @@ class Performer:
         self._parts.measurements.unloaded(why)
         details = {"order": home.reason} if made_room_for is None else {"made_room_for": str(made_room_for)}
         self._parts.audit.record(AuditNote("unload", version, why, details))
+
+    async def _ended_by_force(self, home: Residence, waited_ms: int) -> bool:
+        """End the process of a model that does not leave; its memory is free then, whatever Triton says."""
+        patience_ms = self._parts.unload_patience_ms if home.promised_to is None else EVICTED_PATIENCE_MS
+        if waited_ms < patience_ms:
+            return False
+        pids = await self._parts.processes.find(home.triton_name)
+        if not pids:
+            return False
+        version = home.instance.version
+        log.warning("model_process_ended", model=version.model, waited_ms=waited_ms)
+        await self._parts.processes.end(pids)
+        self._node.dead.add(home.triton_name)
+        details = {"waited_ms": str(waited_ms)}
+        self._parts.audit.record(AuditNote("process-ended", version, "Triton did not let go of it", details))
+        return True
 
     async def _has_no_process(self, home: Residence) -> bool:
         """Whether the model's process died, so that Triton waits for ever for its requests to end."""

@@ -59,10 +59,11 @@ class ProgressGauge:
     def staging(self, digest: Digest, size: int) -> Progress:
         """Of weights that are only staged."""
         going_on = self._stagings.find(digest)
-        if going_on is None:
-            return Progress(State.STAGING, 0, size)
+        if going_on is None or not going_on.bytes_total:
+            done = size if self._node.disk.is_whole(digest) else 0
+            return Progress(State.STAGING, done, size, self._ahead_ms(digest, size))
         left_ms = going_on.remaining_ms(self._node.rates, self._clock.monotonic_ms())
-        return Progress(State.STAGING, going_on.bytes_done, going_on.bytes_total or size, left_ms)
+        return Progress(State.STAGING, going_on.bytes_done, going_on.bytes_total, left_ms)
 
     def _staging(self, home: Residence) -> Progress:
         staged = self.staging(home.instance.version.digest, home.weights_bytes)
@@ -70,6 +71,15 @@ class ProgressGauge:
         if staged.remaining_ms is None or load_ms is None:
             return staged
         return Progress(staged.state, staged.bytes_done, staged.bytes_total, staged.remaining_ms + load_ms)
+
+    def _ahead_ms(self, digest: Digest, size: int) -> int | None:
+        """The ways of a staging that has not begun to move, by what they usually take."""
+        ways = [] if self._node.disk.is_whole(digest) else [Way.TO_DISK]
+        if self._node.host.ledger.capacity and not self._node.host.ledger.is_whole(digest):
+            ways.append(Way.TO_HOST)
+        usual = [self._node.rates.remaining_ms(way, size) for way in ways]
+        known = [each for each in usual if each is not None]
+        return sum(known) if len(known) == len(usual) else None
 
     def _load_ms(self, home: Residence) -> int | None:
         """What Triton will take: as long as the last time, else as long as so many bytes took others."""

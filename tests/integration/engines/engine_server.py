@@ -47,6 +47,7 @@ class Stream:
     def __init__(self, address: str, model: str, inputs: list[Any]) -> None:
         self._client = triton_grpc.InferenceServerClient(address)
         self._results: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._ended = False
         self._client.start_stream(lambda result, error: self._results.put((result, error)))
         self._client.async_stream_infer(model, inputs, enable_empty_final_response=True)
 
@@ -57,6 +58,7 @@ class Stream:
             return str(error.message())
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
+        self._ended = final
         if final and not response.outputs:
             return None
         outputs = {output.name: plain(result.as_numpy(output.name)) for output in response.outputs}
@@ -67,8 +69,11 @@ class Stream:
         self._client.stop_stream(cancel_requests=True)
 
     def close(self) -> None:
-        """End the stream, whether or not it has come to its end, and the connection."""
-        self._client.stop_stream(cancel_requests=True)
+        """End the stream, whether or not it has come to its end, and the connection.
+
+        One that has ended is not cancelled: that can leave its request in Triton for ever, so that the model is never
+        unloaded (tried: one time in ten on a busy machine)."""
+        self._client.stop_stream(cancel_requests=not self._ended)
         self._client.close()
 
 

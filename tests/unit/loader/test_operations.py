@@ -1,7 +1,6 @@
 """The loader's operations over fakes in virtual time: sharing, room, failures, and what Triton turns out to have."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,20 @@ from roundhouse.errors import (
     EngineFailed,
     InvalidInput,
     NotFound,
-    RoundhouseError,
     Unavailable,
 )
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.admission import NEVER_FITS
-from tests.builders.small_node import SmallNode, small_model, small_node, source_of, version_of
+from tests.builders.small_node import (
+    SmallNode,
+    on_a_small_node,
+    outcome,
+    small_model,
+    small_node,
+    source_of,
+    version_of,
+)
 from tests.fakes.clock import run_virtual
 
 A, B, C = small_model("a"), small_model("b"), small_model("c")
@@ -27,24 +33,7 @@ WIDE, GIANT = small_model("wide", 350), small_model("giant", 500)
 MODELS = (A, B, C, WIDE, GIANT)
 
 
-def on_a_small_node(**sizes: int) -> Callable[[Callable[[SmallNode], Awaitable[None]]], Callable[[], None]]:
-    """Run a test inside a node of its own, in virtual time."""
-
-    def decorate(test: Callable[[SmallNode], Awaitable[None]]) -> Callable[[], None]:
-        async def work() -> None:
-            async with small_node(MODELS, **sizes) as node:  # type: ignore[arg-type]
-                await test(node)
-
-        def run() -> None:
-            run_virtual(work())
-
-        run.__doc__, run.__name__ = test.__doc__, getattr(test, "__name__", "test")
-        return run
-
-    return decorate
-
-
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_twenty_callers_share_one_load(node: SmallNode) -> None:
     """B17, invariant 7: one copy, one backend load, one entry in the ledger; everybody sees progress."""
     node.cache.stage_ms = 500
@@ -56,7 +45,7 @@ async def test_twenty_callers_share_one_load(node: SmallNode) -> None:
     assert node.device == (100, 0)
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_caller_that_leaves_stops_nothing(node: SmallNode) -> None:
     """The first caller is cancelled in the middle; the load goes on for the second."""
     node.library.knobs[A.name] = {"load_ms": "1000"}
@@ -67,7 +56,7 @@ async def test_a_caller_that_leaves_stops_nothing(node: SmallNode) -> None:
     assert len(node.control.loads) == 1
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_callers_deadline_ends_its_wait_not_the_load(node: SmallNode) -> None:
     """DeadlinePassed after 100 ms; the model is ready after a second all the same."""
     node.library.knobs[A.name] = {"load_ms": "1000"}
@@ -77,7 +66,7 @@ async def test_a_callers_deadline_ends_its_wait_not_the_load(node: SmallNode) ->
     assert node.state(A) is State.READY
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_victims_stay_until_the_weights_are_there(node: SmallNode) -> None:
     """While the new one is staged, whoever must leave takes no new request but is still loaded."""
     for model in (A, B, C):
@@ -96,7 +85,7 @@ async def test_victims_stay_until_the_weights_are_there(node: SmallNode) -> None
     ] * 3
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_bad_weights_evict_nobody(node: SmallNode) -> None:
     """Invariant 6: staging fails, the ledger is as before, the promised instances are ready again."""
     for model in (A, B, C):
@@ -111,7 +100,7 @@ async def test_bad_weights_evict_nobody(node: SmallNode) -> None:
     assert node.control.unloads == []
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_what_never_fits_and_what_does_not_fit_now(node: SmallNode) -> None:
     """B22: 500 of 400 never fits; 350 beside 300 that may not all leave does not fit now. Nothing moves either way."""
     for model in (A, B, C):
@@ -128,7 +117,7 @@ async def test_what_never_fits_and_what_does_not_fit_now(node: SmallNode) -> Non
     assert node.measurements.loads[-2:] == [("giant", "refused"), ("wide", "refused")]
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_freed_bytes_go_to_whom_they_were_promised(node: SmallNode) -> None:
     """Invariant 6: a third load that comes while victims leave cannot take their room."""
     for model in (A, B, C):
@@ -144,7 +133,7 @@ async def test_freed_bytes_go_to_whom_they_were_promised(node: SmallNode) -> Non
     assert node.device == (350, 0)
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_victim_that_is_wanted_again_stays(node: SmallNode) -> None:
     """A newer load order takes a promised instance back; the load that counted on it fails and frees its bytes."""
     for model in (A, B, C):
@@ -160,7 +149,7 @@ async def test_a_victim_that_is_wanted_again_stays(node: SmallNode) -> None:
     assert node.device == (100, 0)
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_bytes_are_held_until_the_index_says_unavailable(node: SmallNode) -> None:
     """Invariant 8: a running request ends first; only then is the memory free and the caller answered."""
     await node.load(A)
@@ -175,7 +164,7 @@ async def test_bytes_are_held_until_the_index_says_unavailable(node: SmallNode) 
     assert node.device == (0, 0)
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_load_that_meets_an_unload_waits_for_it(node: SmallNode) -> None:
     """B17, invariant 9: in Triton it leaves for a second; the load begins with its own bytes after that."""
     node.library.knobs[A.name] = {"unload_ms": "1000"}
@@ -189,7 +178,7 @@ async def test_a_load_that_meets_an_unload_waits_for_it(node: SmallNode) -> None
     assert len(node.control.loads) == 2
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_hung_load_holds_its_bytes_and_tells_its_callers(node: SmallNode) -> None:
     """After 10 s of the load's limit and 5 s more the caller knows; bytes are free when Triton is done with it."""
     node.library.knobs[A.name] = {"load_ms": "60000"}
@@ -203,7 +192,7 @@ async def test_a_hung_load_holds_its_bytes_and_tells_its_callers(node: SmallNode
     assert node.device == (0, 0)
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_what_triton_lost_is_marked_and_freed(node: SmallNode) -> None:
     """A restarted Triton is empty: one turn later nothing is loaded there, and what was wanted comes back by itself."""
     await node.load(A)
@@ -218,7 +207,7 @@ async def test_what_triton_lost_is_marked_and_freed(node: SmallNode) -> None:
     assert node.audit.notes[-1].reason == "reconcile"
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_load_that_ends_while_the_index_is_read_is_not_lost(node: SmallNode) -> None:
     """The answer of the index is older than the instance: it proves nothing."""
     node.library.knobs[A.name] = {"load_ms": "3"}
@@ -231,7 +220,7 @@ async def test_a_load_that_ends_while_the_index_is_read_is_not_lost(node: SmallN
     assert node.device == (100, 0)
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_a_silent_triton_takes_the_node_out_of_service(node: SmallNode) -> None:
     """B48: one turn of at most 2.5 s; loads are refused with the reason; back with the first answer."""
     node.control.hung = True
@@ -265,7 +254,7 @@ def test_a_new_process_adopts_what_fits_and_unloads_the_rest() -> None:
     run_virtual(work())
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_without_a_catalogue_nothing_is_unloaded(node: SmallNode) -> None:
     """An unknown name proves nothing before the catalogue was read; the node waits instead."""
     await node.control.load("m--1", await node.library.package(A, Path("/"), None), timeout_ms=9)
@@ -275,7 +264,7 @@ async def test_without_a_catalogue_nothing_is_unloaded(node: SmallNode) -> None:
     assert not node.node.accepting
 
 
-@on_a_small_node(disk_bytes=250)
+@on_a_small_node(*MODELS, disk_bytes=250)
 async def test_the_disk_cache_gives_up_what_was_not_used_longest(node: SmallNode) -> None:
     """Two of 100 fit into 250; the third needs one to go, and it is not the one that is loaded."""
     await node.load(A)
@@ -287,7 +276,7 @@ async def test_the_disk_cache_gives_up_what_was_not_used_longest(node: SmallNode
     assert (node.node.disk.resident, node.node.disk.reserved) == (200, 0)
 
 
-@on_a_small_node(disk_bytes=250)
+@on_a_small_node(*MODELS, disk_bytes=250)
 async def test_weights_in_use_are_never_dropped_from_disk(node: SmallNode) -> None:
     """With two loaded and no room for a third on disk, the third is refused and nothing was deleted."""
     await node.load(A)
@@ -297,7 +286,7 @@ async def test_weights_in_use_are_never_dropped_from_disk(node: SmallNode) -> No
     assert set(node.cache.cached) == {A.digest, B.digest}
 
 
-@on_a_small_node()
+@on_a_small_node(*MODELS)
 async def test_orders_that_cross(node: SmallNode) -> None:
     """B17: the older of two opposite orders is told; what is unknown is not found; draining refuses."""
     node.library.knobs[A.name] = {"load_ms": "1000"}
@@ -310,12 +299,3 @@ async def test_orders_that_cross(node: SmallNode) -> None:
     assert not await node.unload(small_model("nobody"))
     node.node.start_draining()
     assert isinstance(await outcome(node.load(B)), Unavailable)
-
-
-async def outcome(work: Awaitable[object]) -> RoundhouseError | None:
-    """The error that some work ends with."""
-    try:
-        await work
-    except RoundhouseError as error:
-        return error
-    return None
