@@ -80,6 +80,18 @@ def test_a_long_prompt_is_handed_over_and_a_short_one_stays() -> None:
     assert queue.queue.in_use == {at("p"): 1, at("d"): 2}
 
 
+def test_a_prompt_is_handed_over_when_it_would_be_in_the_way() -> None:
+    """Nodes of one speed: alone 1,000 tokens stay (100,000 us against 130,000); with one request decoding there, which
+    would wait 100,000 us more, they go (130,000 against 200,000). 100 tokens stay even then (20,000 against 40,000)."""
+    pair = (offer("p", Part.PREFILL, token_us=100, handoff_us=30_000), offer("d", Part.DECODE))
+    queue = Queue()
+    alone, beside = queue.grant(*pair), queue.grant(*pair)
+    assert (alone.prefill_place, beside.prefill_place) == (b"", b"p")
+    queue = Queue()
+    queue.grant(*pair)
+    assert queue.grant(*pair, tokens=100).prefill_place == b""
+
+
 def test_a_full_or_missing_prefill_instance_blocks_no_decode_slot() -> None:
     """Invariant 3 with roles: what cannot be handed over runs whole; a prefill slot alone serves nobody."""
     p, d = offer("p", Part.PREFILL, token_us=1), offer("d", Part.DECODE)

@@ -12,9 +12,8 @@ end
 local function choose_seats(offers, version, r)
   local warm = warm_tokens(r.wa)
   local function crowd(offer) return floor(offer.used * offer.load_us / offer.slots) end
-  local function first_token(offer)
-    return math.max(0, r['in'] - (warm[offer.instance] or 0)) * offer.token_us + crowd(offer)
-  end
+  local function prompt(offer) return math.max(0, r['in'] - (warm[offer.instance] or 0)) * offer.token_us end
+  local function first_token(offer) return prompt(offer) + crowd(offer) end
   local function handed_over(offer) return first_token(offer) + offer.handoff_us end
   local function best_of(is_part, us)
     local best, least
@@ -31,6 +30,8 @@ local function choose_seats(offers, version, r)
   local whole, whole_us = best_of(function(part) return part ~= 'p' end, first_token)
   local prefill, prefill_us = best_of(function(part) return part == 'p' end, handed_over)
   local decode, decode_us = best_of(function(part) return part == 'd' end, crowd)
-  if prefill and decode and prefill_us + decode_us < whole_us then return decode, prefill end
+  if prefill and decode and prefill_us + decode_us < whole_us + whole.used * prompt(whole) then
+    return decode, prefill
+  end
   return whole, nil
 end
