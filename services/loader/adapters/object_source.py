@@ -22,6 +22,8 @@ from roundhouse.errors import InvalidInput, NotFound, Unavailable
 RETRIES = 3  # a dropped connection is usual; a store that is away must be told soon
 PART_BYTES = 1024 * 1024  # one request of a slow source must not outlast the stall limit: a slow line still gives 1 MiB
 
+_ERRORS = (BaseError, OSError)  # the library raises Python's own FileNotFoundError, among others
+
 Opener = Callable[[str], ObjectStore]
 
 
@@ -41,7 +43,7 @@ class ObjectSource:
             raise InvalidInput("an HTTP source cannot be listed: the catalogue must name the version's files")
         try:
             found = [meta for batch in obstore.list(self._store(root), prefix or None) for meta in batch]
-        except BaseError as error:
+        except _ERRORS as error:
             raise self._as_error(error, source) from error
         cut = len(prefix) + 1 if prefix else 0
         files = [ContentFile(name=str(meta["path"])[cut:], size=meta["size"], sha256="") for meta in found]
@@ -68,8 +70,8 @@ class ObjectSource:
             return S3Store(urlsplit(root).netloc, client_options=options, retry_config=retries)
         return HTTPStore.from_url(root, client_options=options, retry_config=retries)
 
-    def _as_error(self, error: BaseError, source: str) -> NotFound | Unavailable:
-        if isinstance(error, NotFoundError):
+    def _as_error(self, error: Exception, source: str) -> NotFound | Unavailable:
+        if isinstance(error, NotFoundError | FileNotFoundError):
             return NotFound(f"there is no such object below {source}")
         seconds = self._stall.total_seconds()
         return Unavailable(f"{source} gave nothing within {seconds:g} s: {_first_line(error)}")
@@ -79,7 +81,7 @@ class ObjectReader:
     """`SourceReader` by range requests. It holds no connection of its own."""
 
     def __init__(
-        self, store: ObjectStore, path: str, size: int, as_error: Callable[[BaseError], NotFound | Unavailable]
+        self, store: ObjectStore, path: str, size: int, as_error: Callable[[Exception], NotFound | Unavailable]
     ) -> None:
         self._store = store
         self._path = path
@@ -94,7 +96,7 @@ class ObjectReader:
             length = min(PART_BYTES, wanted - done)
             try:
                 part = memoryview(obstore.get_range(self._store, self._path, start=offset + done, length=length))
-            except BaseError as error:
+            except _ERRORS as error:
                 raise self._as_error(error) from error
             if len(part) == 0:
                 break
@@ -114,6 +116,6 @@ def split_address(source: str) -> tuple[str, str]:
     return f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
 
 
-def _first_line(error: BaseError) -> str:
+def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__

@@ -49,7 +49,9 @@ async def test_a_prewarmed_model_loads_from_shared_memory_and_answers_alike(
     async def load_and_ask() -> None:
         loaded = (await loader.load(model, reason="operator"))[-1]
         assert loaded.state == READY
-        answer = await asyncio.to_thread(served.ask, loaded.instance.triton_model_name, "hello", max_tokens=6, temperature=0)
+        answer = await asyncio.to_thread(
+            served.ask, loaded.instance.triton_model_name, "hello", max_tokens=6, temperature=0
+        )
         assert answer.error is None
         answers.append(answer.text)
 
