@@ -17,14 +17,17 @@ from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.store import CatalogueReader
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.event_bus import NatsBus, connect_bus
+from roundhouse.grpc_edge import GrpcServer
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_http, serve_ops
 from roundhouse.redis_edge import open_redis
+from services.metering.adapters import metering_grpc
 from services.metering.adapters.accounts_api import MoneyServices, accounts_router
 from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.budget_alerts import StreamAlerts
 from services.metering.adapters.budget_store import RedisBudgets
 from services.metering.adapters.cloud_events import rated_record_json
+from services.metering.adapters.metering_grpc import MeteringService
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.reconciling_api import reconciling_router
 from services.metering.adapters.reconciling_sources import StreamSources
@@ -57,6 +60,7 @@ from services.metering.settings import MeteringSettings
 log = structlog.get_logger(__name__)
 
 CONDITIONS_MS: Final = 250  # a lost bus shows in readiness before the next probe of any orchestrator
+GRPC_GRACE_S: Final = 1.0  # a query takes milliseconds
 GAUGES_MS: Final = 2_000  # well below the scrape interval of Prometheus
 
 
@@ -68,6 +72,7 @@ class Parts:
     prices: PriceSource | None = None
     ops_port: int = 0
     http_port: int = 0
+    grpc_port: int = 0
 
 
 def application(settings: MeteringSettings, parts: Parts | None = None) -> Application:
@@ -98,6 +103,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             using.http_port = await stack.enter_async_context(
                 serve_http(usage_api(ledger, *routers), settings.bind_host, settings.http_port)
             )
+            using.grpc_port = await _serve_grpc(settings, MeteringService(ledger, money.accounts), stack)
             recorder = Recorder(stream, ledger, pricing, using.clock, observer)
             publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
             watch = Watch(bus, stream, ledger, prices, observer)
@@ -109,7 +115,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             lifecycle.every(BUDGETS_MS, budgets.turn, "metering_budgets")
             lifecycle.every(RECONCILING_MS, reconciler.turn, "metering_reconciling")
             await stack.enter_async_context(_working(lifecycle, recorder, publisher, settings.drain_seconds))
-            log.info("metering_started", http_port=using.http_port, ops_port=using.ops_port)
+            log.info("metering_started", http_port=using.http_port, grpc_port=using.grpc_port)
             yield
 
     return running
@@ -141,6 +147,14 @@ async def _working(
                 await finished.wait()
         except TimeoutError:
             log.warning("metering_not_drained", seconds=drain_seconds)  # unacknowledged events come again
+
+
+async def _serve_grpc(settings: MeteringSettings, service: MeteringService, stack: AsyncExitStack) -> int:
+    server = GrpcServer()
+    name = metering_grpc.add_to_server(service, server.server)
+    port = await server.start(settings.bind_host, settings.grpc_port, [name])
+    stack.push_async_callback(server.stop, GRPC_GRACE_S)
+    return port
 
 
 def _webhooks(

@@ -14,6 +14,9 @@ class MeteringSettings(ServiceSettings):
         default="sqlite:///.roundhouse/ledger.sqlite3", description="sqlite:///FILE or postgresql://user@host/database"
     )
     http_port: int = Field(default=8090, ge=0, le=65535, description="usage queries; internal, knows no keys")
+    grpc_port: int = Field(
+        default=0, ge=0, le=65535, description="usage queries over gRPC; internal, knows no keys; 0 picks a free port"
+    )
     webhook_private_addresses: bool = Field(
         default=False, description="let webhooks go to private addresses and over http; for development"
     )
