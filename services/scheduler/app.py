@@ -124,7 +124,7 @@ class Replica:
     def __init__(self, settings: SchedulerSettings, parts: Parts) -> None:
         store, clock, instruments = parts.store, parts.clock, parts.instruments
         self.nodes = NodeRegistry(clock)
-        pools = Pools(store, self.nodes, parts.catalogue, clock, disaggregated=settings.disaggregate)
+        self.pools = pools = Pools(store, self.nodes, parts.catalogue, clock, disaggregated=settings.disaggregate)
         policy = ResidencyPolicy(quantum_ms=round(settings.rotation_seconds * 1000))
         index = PrefixIndex()
         self._blocks = BlockFollower(index, parts.block_lists, self.nodes, clock)
@@ -156,12 +156,12 @@ class Replica:
             policy=policy,
             load_deadline_ms=round(settings.load_deadline_seconds * 1000),
         )
-        self._upkeep = Upkeep(store, pools, self._dispatcher, self._residency, clock, instruments)
+        self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
+        self._upkeep = Upkeep(store, pools, self._dispatcher, self._residency, self._broken, clock, instruments)
         self._dispatcher.on_cold = self._upkeep.hurry
         self.nodes.listen(self._dispatcher.wake)
         outlooks = Outlooks(pools, index, policy, clock)
         submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight, outlooks)
-        self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
         completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight, pools.speeds)
         self._forecasts = ForecastEdge(parts.bus, self.foresight, parts.catalogue)
         self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes, self._blocks, waits, clock)

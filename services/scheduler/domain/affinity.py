@@ -5,7 +5,7 @@ largest win. A node that comes or goes moves only the models that it wins or had
 disk, in host memory and as prefix blocks so stays of use.
 """
 
-from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 
 from roundhouse.vocabulary import NodeId
@@ -18,9 +18,10 @@ def weight(version: VersionKey, node_id: NodeId) -> int:
     return int.from_bytes(blake2b(f"{len(model)}:{model}{node_id}".encode(), digest_size=8).digest(), "big")
 
 
-def subset(version: VersionKey, node_ids: Iterable[NodeId], size: int) -> frozenset[NodeId]:
-    """The nodes that a model belongs to when it is given `size` of them. O(nodes log nodes)."""
-    return frozenset(sorted(node_ids, key=lambda node_id: (-weight(version, node_id), node_id))[:size])
+@lru_cache(maxsize=4_096)  # models that are placed again and again while the nodes stay; a miss costs 1 us a node
+def order(version: VersionKey, node_ids: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
+    """The nodes by their claim on a model, highest first. O(nodes log nodes), O(nodes) when asked again."""
+    return tuple(sorted(node_ids, key=lambda node_id: (-weight(version, node_id), node_id)))
 
 
 def subset_size(replicas: int, replicas_wanted: int) -> int:

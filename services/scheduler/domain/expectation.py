@@ -11,7 +11,7 @@ from services.scheduler.domain.cold_start import UNLOAD_MS, estimate, remaining
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.plans import PoolView, ResidencyPolicy, Wait
 from services.scheduler.domain.records import InstanceKey, instance_key
-from services.scheduler.domain.sites import Rooms, Site, could_ever_hold, sites
+from services.scheduler.domain.sites import Rooms, Site, could_ever_hold, serves, sites
 from services.scheduler.domain.speeds import Speeds
 
 
@@ -47,7 +47,7 @@ def expect(view: PoolView, spec: VersionSpec, policy: ResidencyPolicy, now_ms: i
     if arriving:
         return Expectation(min(arriving), Wait.LOADING, "its load has begun")
     claim = view.state.loads.get(spec.version)
-    nodes = [node for node in view.nodes if node.healthy and could_ever_hold(node, spec)]
+    nodes = [node for node in view.nodes if node.healthy and serves(node, spec.version) and could_ever_hold(node, spec)]
     if claim is not None and claim.until_ms > now_ms:
         starts = [estimate(view, node, spec).total_ms for node in nodes if node.node_id == claim.node_id]
         return Expectation(min(starts, default=0), Wait.LOADING, "its load has begun")

@@ -17,9 +17,10 @@ It decides nothing about requests: `FairQueue` does. It sends nothing: `operatio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler.domain import affinity
-from services.scheduler.domain.cold_start import estimate
-from services.scheduler.domain.nodes import ARRIVING, LEAVING, InstanceView, NodeView, Residence, Role, VersionSpec
+from roundhouse.vocabulary import NodeId
+from services.scheduler.domain.candidates import Candidates
+from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, Role, VersionSpec
+from services.scheduler.domain.obstacles import why_nowhere
 from services.scheduler.domain.plans import (
     Deferred,
     Load,
@@ -31,21 +32,22 @@ from services.scheduler.domain.plans import (
     Victim,
     Wait,
     Worth,
-    last_used,
 )
+from services.scheduler.domain.preference import Preference, near_first
 from services.scheduler.domain.records import (
     BROKEN,
     PREFILL_STAGE,
     InstanceKey,
-    PoolState,
     VersionKey,
+    digest_of,
     instance_key,
+    model_of,
     owner_of,
+    version_key,
 )
-from services.scheduler.domain.sites import Rooms, Site, could_ever_hold, is_held, sites
+from services.scheduler.domain.sites import Rooms, Site, is_held, retry_at_ms, sites
 
 __all__ = [
-    "Deferred",
     "Load",
     "Plan",
     "PoolView",
@@ -53,15 +55,12 @@ __all__ = [
     "ResidencyPolicy",
     "Rotate",
     "Victim",
-    "Wait",
     "Worth",
-    "last_used",
     "plan",
     "retry_at_ms",
 ]
 
-START_STEP_MS = 250  # starts that are expected to differ by less count as equal: estimates are no better than that
-AWAY_STEPS = 2  # what a model's own nodes may be slower and still be preferred: half a second for warm caches, a guess
+PROMPTS_MS = 60_000  # a model used within this gets an instance for prompts, where there are nodes for them: a guess
 ENDING = "the models that hold its memory finish what they run"
 
 
@@ -77,6 +76,7 @@ class _Planner:
     view: PoolView
     policy: ResidencyPolicy
     now_ms: int
+    candidates: Candidates = field(init=False)
     rooms: Rooms = field(default_factory=Rooms)
     oldest: dict[VersionKey, int] = field(default_factory=dict)
     closed: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # instance → who gets its memory
@@ -84,10 +84,12 @@ class _Planner:
     rotations: list[Rotate] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     busy: list[Deferred] = field(default_factory=list)
+    promised: set[InstanceKey] = field(default_factory=set)  # to older demands, when they have had their time
+    idle: dict[NodeId, list[InstanceView]] = field(default_factory=dict)
     given_up: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # closed for what cannot use them as they are
 
     def plan(self) -> Plan:
-        state = self.view.state
+        state, self.candidates = self.view.state, Candidates(self.view, self.now_ms)
         for depth in state.depths:
             self.oldest[depth.version] = min(depth.oldest_ms, self.oldest.get(depth.version, depth.oldest_ms))
         self.closed = {key: mark.purpose for key, mark in state.drains.items() if mark.until_ms > self.now_ms}
@@ -97,6 +99,9 @@ class _Planner:
             self._place(version)
         for version in sorted(self.view.specs):
             self._prewarm(self.view.specs[version])
+        if any(node.healthy and node.role is Role.PREFILL for node in self.view.nodes):
+            for version in sorted(self.view.specs):
+                self._serve_prompts(self.view.specs[version])
         reopen += [Reopen(key) for key, purpose in self.given_up.items() if self.closed.get(key) != purpose]
         return Plan(tuple(reopen), tuple(self.loads), tuple(self.rotations), tuple(self.deferred), tuple(self.busy))
 
@@ -115,7 +120,7 @@ class _Planner:
     def _yielded(self) -> list[InstanceKey]:
         """What was closed for demands younger than one that is short of devices there: no two wait for each other."""
         yielded: list[InstanceKey] = []
-        for node in self.view.nodes:
+        for node in self._marked():
             marks = [key for key in self._keys(node) if key in self.closed]
             rivals = {self.closed[key] for key in marks if not self._claimed(self.closed[key])} & self.oldest.keys()
             short = False
@@ -124,6 +129,11 @@ class _Planner:
                     yielded += [key for key in marks if self.closed[key] == version]
                 short = short or (len(rivals) > 1 and self._is_short(node, version))
         return yielded
+
+    def _marked(self) -> list[NodeView]:
+        if not self.closed:
+            return []
+        return [node for node in self.view.nodes if any(key in self.closed for key in self._keys(node))]
 
     def _keys(self, node: NodeView) -> list[InstanceKey]:
         return [instance_key(node.node_id, each.version) for each in node.instances]
@@ -147,7 +157,8 @@ class _Planner:
 
     def _here(self, version: VersionKey) -> bool:
         """Whether an instance is ready and open on a healthy node, or on its way."""
-        return any(self._is_open(node, version) or self._arrives(node, version) for node in self.view.nodes)
+        holders = self.view.holders(version)
+        return any(self._is_open(node, version) or self._arrives(node, version) for node in holders)
 
     def _is_open(self, node: NodeView, version: VersionKey) -> bool:
         found = node.find(version) if node.healthy else None
@@ -169,7 +180,7 @@ class _Planner:
 
     def _place(self, version: VersionKey) -> None:
         """Place one waiting version, or say why it must wait."""
-        if any(self._is_open(node, version) for node in self.view.nodes):
+        if any(self._is_open(node, version) for node in self.view.holders(version)):
             self.busy.append(Deferred(version, Wait.SLOTS, "every slot of its instances is in use"))
             return None
         if self._here(version) or self._claimed(version):
@@ -177,63 +188,41 @@ class _Planner:
         spec = self.view.specs.get(version)
         if spec is None:
             return self._wait(version, Wait.UNKNOWN, "the catalogue does not have it any more")
-        nodes = self._candidates(spec)
+        nodes = self.candidates.of(spec)
         if not nodes:
-            return self._wait(version, *self._why_nowhere(spec))
+            return self._wait(version, *why_nowhere(self.view, spec, self.now_ms))
         if self._continue_rotation(spec, nodes):
             return None
-        if self._load_free(spec, nodes, "demand") or self._load_evicting(spec, nodes, "demand"):
+        if self._load_somewhere(spec, nodes, "demand"):
             return None
         if self.now_ms - self.oldest[version] < self.policy.patience_ms:
             return self._wait(version, Wait.ROOM, "no memory is free and no instance is idle")
         return self._rotate(spec, nodes)
 
-    def _candidates(self, spec: VersionSpec) -> list[NodeView]:
-        return [
-            node
-            for node in self.view.nodes
-            if node.healthy
-            and _serves(node, spec.version)
-            and not _leaves(node, spec.version)
-            and not is_held(node, spec.version)
-            and could_ever_hold(node, spec)
-            and retry_at_ms(self.view.state, node, spec.version) <= self.now_ms
-        ]
-
-    def _why_nowhere(self, spec: VersionSpec) -> tuple[Wait, str]:
-        healthy = [node for node in self.view.nodes if node.healthy and _serves(node, spec.version)]
-        if not any(could_ever_hold(node, spec) for node in healthy):
-            if not healthy or (spec.devices == 1 and not spec.alone):
-                return Wait.NODE, "no healthy node may load it now"
-            kind = "a MIG slice" if spec.alone else f"{spec.devices} linked devices"
-            return Wait.DEVICES, f"no healthy node has {kind} of {spec.share} bytes"
-        if any(_leaves(node, spec.version) for node in healthy):
-            return Wait.DRAINING, "it is being unloaded, and loads again afterwards"
-        if any(retry_at_ms(self.view.state, node, spec.version) > self.now_ms for node in healthy):
-            return Wait.BACK_OFF, "its load failed; the next try is not due yet"
-        return Wait.NODE, "no healthy node may load it now"
-
     def _sites(self, spec: VersionSpec, nodes: Sequence[NodeView]) -> list[Site]:
         return [site for node in nodes for site in sites(node, spec, self.view)]
 
+    def _load_somewhere(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
+        groups = list(near_first(self.view, spec, nodes))
+        return any(self._load_free(spec, group, reason) for group in groups) or any(
+            self._load_evicting(spec, group, reason) for group in groups
+        )
+
     def _load_free(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
-        fitting = [site for site in self._sites(spec, nodes) if self.rooms.fits(site, spec.share)]
+        roomy = [node for node in nodes if self.rooms.has_room(node, spec.share)]
+        fitting = [site for site in self._sites(spec, roomy) if self.rooms.fits(site, spec.share)]
         if not fitting:
             return False
         self._load(spec, min(fitting, key=self._preference(spec)), [], reason)
         return True
 
-    def _preference(self, spec: VersionSpec) -> "_Preference":
-        holders = [node.node_id for node in self.view.nodes if is_held(node, spec.version)]
-        able = [node.node_id for node in self.view.nodes if node.healthy and could_ever_hold(node, spec)]
-        size = affinity.subset_size(len(holders), spec.replicas_wanted)
-        return _Preference(self.view, spec, self.rooms, affinity.subset(spec.version, able, size))
+    def _preference(self, spec: VersionSpec) -> Preference:
+        return Preference.of(self.view, spec, self.rooms, self.candidates.able(spec))
 
     def _load_evicting(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
         prefer, choices = self._preference(spec), []
-        idle = {node.node_id: [each for each in node.instances if self._is_idle(node, each)] for node in nodes}
         for site in self._sites(spec, nodes):
-            chosen = self._just_enough(spec, site, idle[site.node.node_id])
+            chosen = self._just_enough(spec, site, self._idle(site.node))
             if chosen:
                 dearest = max(self._worth(site.node, each) for each in chosen)
                 choices.append((len(chosen), dearest, prefer(site), site, chosen))
@@ -242,6 +231,13 @@ class _Planner:
         *_, site, chosen = min(choices, key=lambda choice: choice[:3])
         self._load(spec, site, chosen, reason)
         return True
+
+    def _idle(self, node: NodeView) -> list[InstanceView]:
+        """What may leave a node at once; looked for again when something there was closed."""
+        found = self.idle.get(node.node_id)
+        if found is None:
+            found = self.idle[node.node_id] = [each for each in node.instances if self._is_idle(node, each)]
+        return found
 
     def _just_enough(self, spec: VersionSpec, site: Site, leaving: list[InstanceView]) -> list[InstanceView] | None:
         def order(each: InstanceView) -> tuple[object, ...]:
@@ -254,7 +250,8 @@ class _Planner:
         return self.view.worth(instance, self.view.state.used_ms.get(key, instance.since_ms))
 
     def _may_leave(self, node: NodeView, instance: InstanceView) -> bool:
-        if instance.residence is not Residence.READY or instance_key(node.node_id, instance.version) in self.closed:
+        key = instance_key(node.node_id, instance.version)
+        if instance.residence is not Residence.READY or key in self.closed or key in self.promised:
             return False
         spec = self.view.specs.get(instance.version)
         if spec is None:
@@ -268,7 +265,7 @@ class _Planner:
     def _replicas(self, version: VersionKey) -> int:
         holders = {
             node.node_id
-            for node in self.view.nodes
+            for node in self.view.holders(version)
             if node.healthy
             and is_held(node, version)
             and node.find(version) is not None
@@ -283,6 +280,12 @@ class _Planner:
 
     def _rotate(self, spec: VersionSpec, nodes: list[NodeView]) -> None:
         """Close what has had its time; else keep what is free for when that time has come."""
+        if not any(self._close_over(spec, group) for group in near_first(self.view, spec, nodes)):
+            self._wait(
+                spec.version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet"
+            )
+
+    def _close_over(self, spec: VersionSpec, nodes: list[NodeView]) -> bool:
         over, later = [], []
         for site in self._sites(spec, nodes):
             leaving = [each for each in site.node.instances if self._may_leave(site.node, each)]
@@ -294,13 +297,13 @@ class _Planner:
         if over:
             *_, site, chosen = min(over, key=lambda choice: choice[:3])
             self._close(spec, site, chosen)
-            return self._wait(spec.version, Wait.DRAINING, ENDING)
-        if later:
+            self._wait(spec.version, Wait.DRAINING, ENDING)
+        elif later:
             *_, site, chosen = min(later, key=lambda choice: choice[:2])
             self.rooms.reserve(site, spec.share, chosen)
-        return self._wait(
-            spec.version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet"
-        )
+            self.promised.update(instance_key(site.node.node_id, each.version) for each in chosen)
+            self.idle.pop(site.node.node_id, None)
+        return bool(over)
 
     def _over_ms(self, instance: InstanceView) -> int:
         """When an instance has had its quantum."""
@@ -312,9 +315,13 @@ class _Planner:
 
     def _continue_rotation(self, spec: VersionSpec, nodes: list[NodeView]) -> bool:
         """Go on where instances were closed for this version; whether there are any, and they are enough."""
+        if spec.version not in self.closed.values():
+            return False
         for node in nodes:
             leaving = self._closed_for(node, spec.version)
-            for site in self._sites(spec, [node]) if leaving else ():
+            if not leaving:
+                continue
+            for site in self._sites(spec, [node]):
                 chosen = self._just_enough(spec, site, leaving)
                 if chosen is None:
                     continue
@@ -327,6 +334,7 @@ class _Planner:
             for each in leaving:  # not enough any more: they may leave with others, or go on serving
                 key = instance_key(node.node_id, each.version)
                 self.given_up[key] = self.closed.pop(key)
+                self.idle.pop(node.node_id, None)
         return False
 
     def _close(self, spec: VersionSpec, site: Site, leaving: list[InstanceView]) -> None:
@@ -334,6 +342,7 @@ class _Planner:
             victim = _victim(site.node, each)
             self.rotations.append(Rotate(victim, spec.version))
             self.closed[victim.instance] = spec.version
+        self.idle.pop(site.node.node_id, None)
         self.rooms.reserve(site, spec.share, leaving)
 
     # -- loads ------------------------------------------------------------------------------------------------------
@@ -344,32 +353,40 @@ class _Planner:
         self.loads.append(Load(spec.version, site.node.node_id, spec.device_bytes, victims, reason, devices))
         for victim in victims:
             self.closed[victim.instance] = spec.version
+        self.idle.pop(site.node.node_id, None)
         self.rooms.spend(site, spec.share, leaving)
 
     def _prewarm(self, spec: VersionSpec) -> None:
-        planned = any(load.version == spec.version for load in self.loads)
-        if planned or self._claimed(spec.version) or self._replicas(spec.version) >= spec.replicas_wanted:
+        if not spec.replicas_wanted or self._claimed(spec.version):
             return
-        nodes = self._candidates(spec)
-        if not self._load_free(spec, nodes, "prewarm"):
-            self._load_evicting(spec, nodes, "prewarm")
+        planned = any(load.version == spec.version for load in self.loads)
+        if not planned and self._replicas(spec.version) < spec.replicas_wanted:
+            self._load_somewhere(spec, self.candidates.of(spec), "prewarm")
+
+    def _serve_prompts(self, spec: VersionSpec) -> None:
+        """An instance on a prefill node for a model that decode nodes serve. It takes nothing from decode nodes, no
+        request waits for it, and its load is claimed under a name of its own: it delays no other load of the model."""
+        since_ms = self.now_ms - PROMPTS_MS
+        if owner_of(spec.version) or not any(
+            node.role is Role.DECODE
+            and self._is_open(node, spec.version)
+            and self.view.state.used_ms.get(instance_key(node.node_id, spec.version), 0) > since_ms
+            for node in self.view.holders(spec.version)
+        ):
+            return
+        wanted = prompt_spec(spec)
+        if self._here(wanted.version) or self._claimed(wanted.version):
+            return
+        nodes = self.candidates.of(wanted)
+        if not self._load_free(wanted, nodes, "prompts"):
+            quiet = [node for node in nodes if all(self._worth(node, each)[1] <= since_ms for each in node.instances)]
+            self._load_evicting(wanted, quiet, "prompts")
 
 
-@dataclass(frozen=True, slots=True)
-class _Preference:
-    """Orders sites: expected start, the model's own nodes first, then by the nodes' claims on it, then the tightest."""
-
-    view: PoolView
-    spec: VersionSpec
-    rooms: Rooms
-    home: frozenset[object]
-
-    def __call__(self, site: Site) -> tuple[object, ...]:
-        node_id = site.node.node_id
-        steps = estimate(self.view, site.node, self.spec).total_ms // START_STEP_MS
-        away = 0 if node_id in self.home else AWAY_STEPS
-        weight = affinity.weight(self.spec.version, node_id)
-        return steps + away, -weight, node_id, self.rooms.slack(site), site.devices
+def prompt_spec(spec: VersionSpec) -> VersionSpec:
+    """The same version as it stands on prefill nodes."""
+    version = version_key(model_of(spec.version), digest_of(spec.version), PREFILL_STAGE)
+    return VersionSpec(version, spec.device_bytes, devices=spec.devices)
 
 
 def _rank(site: Site) -> tuple[str, tuple[int, ...]]:
@@ -378,21 +395,3 @@ def _rank(site: Site) -> tuple[str, tuple[int, ...]]:
 
 def _victim(node: NodeView, instance: InstanceView) -> Victim:
     return Victim(instance_key(node.node_id, instance.version), instance.version)
-
-
-def _serves(node: NodeView, version: VersionKey) -> bool:
-    """Whether a node is for what this version is to do: prompts only, or all else."""
-    return (node.role is Role.PREFILL) == (owner_of(version) == PREFILL_STAGE)
-
-
-def _leaves(node: NodeView, version: VersionKey) -> bool:
-    found = node.find_any(version)
-    return found is not None and found.residence in LEAVING
-
-
-def retry_at_ms(state: PoolState, node: NodeView, version: VersionKey) -> int:
-    """When a version may be tried on a node again: what replicas noted, or what its loader says; 0 = now."""
-    failure = state.failures.get((version, node.node_id))
-    found = node.find(version)
-    said = found.retry_at_ms if found is not None and found.residence is Residence.FAILED else 0
-    return max(failure.retry_at_ms if failure else 0, said)

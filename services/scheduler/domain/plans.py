@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from roundhouse.vocabulary import NodeId
+from services.scheduler.domain import affinity
 from services.scheduler.domain.nodes import InstanceView, NodeView, VersionSpec
-from services.scheduler.domain.records import InstanceKey, PoolState, VersionKey
+from services.scheduler.domain.records import InstanceKey, PoolState, VersionKey, base_of
 
 
 class Wait(StrEnum):
@@ -50,6 +51,24 @@ class PoolView:
     specs: Mapping[VersionKey, VersionSpec]
     worth: Worth = last_used
     start_ms: Mapping[VersionKey, int] = field(default_factory=dict)  # what engines took to start it, where seen
+    node_ids: tuple[NodeId, ...] = field(init=False)
+    holding: Mapping[VersionKey, tuple[NodeView, ...]] = field(init=False)  # by base version: nodes that list it
+
+    def __post_init__(self) -> None:
+        holding: dict[VersionKey, list[NodeView]] = {}
+        for node in self.nodes:
+            for each in node.instances:
+                holding.setdefault(base_of(each.version), []).append(node)
+        object.__setattr__(self, "node_ids", tuple(node.node_id for node in self.nodes))
+        object.__setattr__(self, "holding", {version: tuple(nodes) for version, nodes in holding.items()})
+
+    def order(self, version: VersionKey) -> tuple[NodeId, ...]:
+        """All nodes by their claim on a model, highest first."""
+        return affinity.order(version, self.node_ids)
+
+    def holders(self, version: VersionKey) -> tuple[NodeView, ...]:
+        """Nodes that list a version in any state, for whomever. O(1)."""
+        return self.holding.get(base_of(version), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ All times are milliseconds of the Unix epoch; service is counted in thousandths 
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NewType
 
 from roundhouse.vocabulary import NodeId, Outcome, PriorityClass, TenantId
@@ -12,6 +13,8 @@ from roundhouse.vocabulary import NodeId, Outcome, PriorityClass, TenantId
 AttemptId = NewType("AttemptId", str)  # "<request_id>/<attempt>"
 VersionKey = NewType("VersionKey", str)  # "<model>@<digest>", with "!<tenant>" if it has replicas of its own
 InstanceKey = NewType("InstanceKey", str)  # "<length of node>:<node>:<model>@<digest>"
+
+KEYS_KEPT = 65_536  # derived keys remembered: a plan for 1,000 nodes asks for each of 20,000 again and again
 
 PREFILL_STAGE = "~prefill"
 """The owner of what stands on prefill nodes: such an instance serves no request alone. No tenant is called so."""
@@ -50,11 +53,13 @@ def owner_of(version: VersionKey) -> str:
     return version.rpartition("@")[2].partition("!")[2]
 
 
+@lru_cache(maxsize=KEYS_KEPT)
 def base_of(version: VersionKey) -> VersionKey:
     """The version without its owner: what a node holds once at most."""
     return version_key(model_of(version), digest_of(version))
 
 
+@lru_cache(maxsize=KEYS_KEPT)
 def instance_key(node_id: NodeId, version: VersionKey) -> InstanceKey:
     """One version on one node. Without the loader's incarnation: a restarted loader finds its streams still counted.
 

@@ -20,10 +20,11 @@ from services.scheduler.domain.nodes import (
     InstanceView,
     NodeView,
     Residence,
+    Role,
     VersionSpec,
 )
 from services.scheduler.domain.plans import PoolView
-from services.scheduler.domain.records import LoadClaim, VersionKey, owner_of
+from services.scheduler.domain.records import PREFILL_STAGE, LoadClaim, PoolState, VersionKey, owner_of
 
 ON_DEVICE = frozenset({Residence.READY, *ARRIVING, *LEAVING})
 COMBINATIONS_MOST = 70  # 4 of 8: beyond it only neighbours in order of free memory are looked at
@@ -44,6 +45,7 @@ class Rooms:
     """Free bytes of every device of a pool, as one plan spends them. Mutable."""
 
     free: dict[tuple[NodeId, int], int] = field(default_factory=dict)
+    most: dict[NodeId, int] = field(default_factory=dict)  # of the roomiest device of a node, where looked at
 
     @classmethod
     def of(cls, view: PoolView, now_ms: int) -> "Rooms":
@@ -57,6 +59,13 @@ class Rooms:
                     rooms.free[(node.node_id, index)] -= _claimed_share(claim)
         return rooms
 
+    def has_room(self, node: NodeView, share: int) -> bool:
+        """Whether some device of a node has this much free: a quick look before its sites. O(1) but for the first."""
+        most = self.most.get(node.node_id)
+        if most is None:
+            most = self.most[node.node_id] = max(self.free[(node.node_id, each.index)] for each in node.places)
+        return most >= share
+
     def fits(self, site: Site, share: int) -> bool:
         """Whether every device of a site has this much free."""
         return all(self.free[(site.node.node_id, index)] >= share for index in site.devices)
@@ -67,6 +76,7 @@ class Rooms:
 
     def spend(self, site: Site, share: int, leaving: Sequence[InstanceView] = ()) -> None:
         """Take a site, on which `leaving` give their memory up."""
+        self.most.pop(site.node.node_id, None)
         for index in site.devices:
             self.free[(site.node.node_id, index)] -= share
         for each in leaving:
@@ -75,6 +85,7 @@ class Rooms:
 
     def reserve(self, site: Site, share: int, leaving: Sequence[InstanceView] = ()) -> None:
         """Keep what is free of a site for one who waits for the rest of it: `leaving` bring what is missing."""
+        self.most.pop(site.node.node_id, None)
         for index in site.devices:
             freed = sum(_share_of(site.node, each) for each in leaving if index in stands_on(site.node, each))
             key = (site.node.node_id, index)
@@ -119,8 +130,15 @@ def sites(node: NodeView, spec: VersionSpec, view: PoolView | None = None) -> It
             yield Site(node, tuple(sorted(each.index for each in chosen)))
 
 
+def serves(node: NodeView, version: VersionKey) -> bool:
+    """Whether a node is for what this version is to do: prompts only, or all else."""
+    return (node.role is Role.PREFILL) == (owner_of(version) == PREFILL_STAGE)
+
+
 def could_ever_hold(node: NodeView, spec: VersionSpec) -> bool:
     """Whether a node has the devices that a version needs, whatever stands on them now."""
+    if spec.devices == 1 and not spec.alone:
+        return any(each.capacity >= spec.share for each in node.places)
     return any(True for _ in sites(node, spec))
 
 
@@ -128,6 +146,20 @@ def is_held(node: NodeView, version: VersionKey) -> bool:
     """Whether a version is on a node's devices, or on its way there, for whomever."""
     found = node.find_any(version)
     return found is not None and (found.residence is Residence.READY or found.residence in ARRIVING)
+
+
+def leaves(node: NodeView, version: VersionKey) -> bool:
+    """Whether a version is on its way off a node, for whomever it was there."""
+    found = node.find_any(version)
+    return found is not None and found.residence in LEAVING
+
+
+def retry_at_ms(state: PoolState, node: NodeView, version: VersionKey) -> int:
+    """When a version may be tried on a node again: what replicas noted, or what its loader says; 0 = now."""
+    failure = state.failures.get((version, node.node_id))
+    found = node.find(version)
+    said = found.retry_at_ms if found is not None and found.residence is Residence.FAILED else 0
+    return max(failure.retry_at_ms if failure else 0, said)
 
 
 def stands_on(node: NodeView, instance: InstanceView) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from itertools import chain
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.placement import PoolView, retry_at_ms
 from services.scheduler.domain.records import instance_key
-from services.scheduler.domain.sites import could_ever_hold
+from services.scheduler.domain.sites import could_ever_hold, serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ Viability = Viable | TooBig | NoNode | BackingOff
 
 def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
     """Whether a version can run in a pool, now or after a load. Evicts and loads nothing (cases B13, B22)."""
-    able = [node for node in view.nodes if could_ever_hold(node, spec)]
+    able = [node for node in view.nodes if serves(node, spec.version) and could_ever_hold(node, spec)]
     if view.nodes and not able:
         return TooBig(max(each.capacity for node in view.nodes for each in node.places))
     healthy = [node for node in able if node.healthy]

@@ -2,7 +2,8 @@
 
 Triton goes on calling such a model READY, and may never confirm its unload. So the mark that closes the instance is
 kept alive until the unload is confirmed, and its memory counts as taken; demand loads the model on another node, or on
-this one afterwards. If this process dies, the mark ends after `HOLD_MS` and the next failed request reports it again.
+this one afterwards. The mark is in the store, so every replica knows. If this process dies, another one goes on as soon
+as the mark is older than a living follower would let it become.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from services.scheduler.ports import LoaderFleet, SchedulingStore
 log = structlog.get_logger(__name__)
 
 HOLD_MS = 15_000  # as the marks of loads: what a crashed replica leaves ends after this
+ORPHAN_MS = 8_000  # a follower renews its mark each `UNLOAD_MS` + `PAUSE_MS`, so none is ever this near its end
 UNLOAD_MS = 4_000  # of one order; renewed well within `HOLD_MS`
 PAUSE_MS = 1_000  # between orders, and for the node's next state
 REASON = "broken"
@@ -52,6 +54,24 @@ class BrokenInstances:
             return
         await self._close(pool, key, version)
         log.warning("instance_broken", node=node_id, model=model_of(version))
+        self._follow(pool, node_id, version)
+
+    async def adopt(self, pool: PoolName) -> None:
+        """Go on with what another replica was told and has left. Raises Unavailable."""
+        view, now_ms = self._pools.view(pool), self._clock.now_ms()
+        for node in view.nodes:
+            for each in node.instances:
+                key = instance_key(node.node_id, each.version)
+                mark = view.state.drains.get(key)
+                if mark is None or mark.purpose != BROKEN or not now_ms < mark.until_ms < now_ms + ORPHAN_MS:
+                    continue
+                if key not in self._tasks and each.residence is Residence.READY:
+                    await self._close(pool, key, each.version)
+                    log.warning("broken_instance_adopted", node=node.node_id, model=model_of(each.version))
+                    self._follow(pool, node.node_id, each.version)
+
+    def _follow(self, pool: PoolName, node_id: NodeId, version: VersionKey) -> None:
+        key = instance_key(node_id, version)
         task = asyncio.create_task(self._remove(pool, node_id, version), name="broken-instance")
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
@@ -64,7 +84,9 @@ class BrokenInstances:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_ready(self, pool: PoolName, node_id: NodeId, version: VersionKey, *, since_ms: int) -> bool:
-        found = next((each.find(version) for each in self._pools.nodes.nodes(pool) if each.node_id == node_id), None)
+        found = next(
+            (each.find_any(version) for each in self._pools.nodes.nodes(pool) if each.node_id == node_id), None
+        )
         return found is not None and found.residence is Residence.READY and found.since_ms <= since_ms
 
     async def _close(self, pool: PoolName, key: InstanceKey, version: VersionKey) -> None:

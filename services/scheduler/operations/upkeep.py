@@ -11,6 +11,7 @@ import structlog
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import Outcome, PoolName
+from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.residency import Residency
@@ -32,6 +33,7 @@ class Upkeep:
         pools: Pools,
         dispatcher: Dispatcher,
         residency: Residency,
+        broken: BrokenInstances,
         clock: Clock,
         instruments: Instruments,
     ) -> None:
@@ -39,6 +41,7 @@ class Upkeep:
         self._pools = pools
         self._dispatcher = dispatcher
         self._residency = residency
+        self._broken = broken
         self._clock = clock
         self._instruments = instruments
         self._hurried = asyncio.Event()
@@ -84,3 +87,4 @@ class Upkeep:
         self._wake_idle_slots(pool)
         await self._dispatcher.redeliver(pool)
         await self._residency.consider(pool)
+        await self._broken.adopt(pool)

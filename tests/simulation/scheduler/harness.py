@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from roundhouse.catalogue.records import Model
 from roundhouse.clock import Clock
@@ -32,7 +32,7 @@ class World:
         self.audit = RecordedAudit()
         self.block_lists = FakeBlockLists()
         self._running: list[asyncio.Task[None]] = []
-        self._replicas: list[tuple[Lifecycle, asyncio.TaskGroup, AsyncExitStack]] = []
+        self.replicas: list[RunningReplica] = []
 
     def offer(self, *models: Model) -> None:
         """Put models into the catalogue."""
@@ -68,6 +68,7 @@ class World:
     async def scheduler(self, name: str = "s1", **settings: object) -> "RunningReplica":
         """Start a replica."""
         replica = RunningReplica(self, name, settings)
+        self.replicas.append(replica)
         await replica.started.wait()
         return replica
 

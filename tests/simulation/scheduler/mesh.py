@@ -74,6 +74,8 @@ class FakeNode:
     mig: bool = False
     stands: dict[str, tuple[int, ...]] = field(default_factory=dict)  # model → devices
     together_max: Counter[str] = field(default_factory=Counter)  # model → most requests at once
+    pool: PoolName = POOL
+    deaf: bool = False  # takes no orders, but is heard
     first_token_ms: int = 0  # told with each finish, by whoever runs here
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -85,7 +87,7 @@ class FakeNode:
             sequence=self.sequence,
             incarnation="a",
             sent_unix_ms=self.clock.now_ms(),
-            pool=POOL,
+            pool=self.pool,
             role=self.role,
             kvstore_address=f"{self.node_id}:kv",
             accepting=True,
@@ -179,6 +181,8 @@ class FakeNode:
     async def unload(self, request: loading_pb2.EnsureUnloadedRequest) -> None:
         """EnsureUnloaded; whatever runs there has died already."""
         name = request.version.model
+        if self.deaf:
+            raise Unavailable("the loader takes no orders")
         self.dead.discard(name)
         if name in self.stuck:
             self.unloading[name] = self.ready.pop(name, self.unloading.get(name, 0))

@@ -108,3 +108,35 @@ def test_a_victim_that_does_not_leave_costs_seconds_not_the_load_deadline() -> N
         assert node.unloads == ["b"]
 
     simulate(story)
+
+
+def test_what_one_replica_was_told_all_know_and_another_goes_on_when_it_dies() -> None:
+    """Broken is in the store: no replica grants there. The replica that was told dies; the unload had failed, and is
+    ordered by the other one within the 8 s at which a mark counts as left, after which the model runs there again."""
+
+    async def story(world: World) -> None:
+        m = model("m")
+        world.offer(m)
+        node, gateway = await world.node(), await world.gateway()
+        told = await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        await gateway.submit(gateway.ask("first", m))
+        await asyncio.sleep(3)
+        node.dead.add("m")
+        node.deaf = True
+        await gateway.submit(gateway.ask("dies", m))
+        await asyncio.sleep(1)
+        await world.scheduler("s2")
+        await asyncio.sleep(1)
+        await told.kill()
+        asked = gateway.ask("after", m)
+        await gateway.submit(asked)
+        await asyncio.sleep(3)
+        assert not asked.endings, "nobody grants on a dead instance"
+        node.deaf = False
+        await asyncio.sleep(12)
+        assert asked.endings == ["done"]
+        assert node.unloads == ["m"]
+        assert node.loads == ["m", "m"]
+
+    simulate(story)

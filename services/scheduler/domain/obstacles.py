@@ -1,0 +1,22 @@
+"""Why no node may load a version now, for people and for the metric's label. Pure."""
+
+from services.scheduler.domain.nodes import VersionSpec
+from services.scheduler.domain.plans import PoolView, Wait
+from services.scheduler.domain.sites import could_ever_hold, leaves, retry_at_ms, serves
+
+NO_NODE = "no healthy node may load it now"
+
+
+def why_nowhere(view: PoolView, spec: VersionSpec, now_ms: int) -> tuple[Wait, str]:
+    """The reason that is nearest to being over. O(nodes)."""
+    healthy = [node for node in view.nodes if node.healthy and serves(node, spec.version)]
+    if not any(could_ever_hold(node, spec) for node in healthy):
+        if not healthy or (spec.devices == 1 and not spec.alone):
+            return Wait.NODE, NO_NODE
+        kind = "a MIG slice" if spec.alone else f"{spec.devices} linked devices"
+        return Wait.DEVICES, f"no healthy node has {kind} of {spec.share} bytes"
+    if any(leaves(node, spec.version) for node in healthy):
+        return Wait.DRAINING, "it is being unloaded, and loads again afterwards"
+    if any(retry_at_ms(view.state, node, spec.version) > now_ms for node in healthy):
+        return Wait.BACK_OFF, "its load failed; the next try is not due yet"
+    return Wait.NODE, NO_NODE
