@@ -1,139 +1,305 @@
-"""Weights from a cold disk to the loader's verified cache: GB/s against the limits measured in the same run.
+"""Weights on their way: cold disk to host memory, host memory to what an engine can read, and source to verified disk.
 
-The limit is a direct sequential read of the same files by as many threads as the copy uses: what the disk gives if
-nothing is hashed and nothing written. Staging also hashes and writes to disk and syncs, so it can not reach that here;
-a plain copy with the same sync and one thread stands beside it. The source is pushed out of the page cache before each
-measurement. It does not measure the way to the device.
+Each figure stands beside the limit measured in the same run, for the same files: direct reads with a deep queue into
+memory that is there already, and a memory copy. Cold = pushed out of the page cache before each measurement. Beside it
+what others do: a plain copy into memory, the `safetensors` library, and Run:ai's streamer if an interpreter has it
+(`--streamer-python`). The way onto a GPU is not measured.
 """
 
 import argparse
 import asyncio
+import json
 import mmap
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.report import Goal, Report
-from roundhouse.catalogue.digests import version_digest
+from benchmarks.staging_rivals import copy_plainly, load_safetensors, run_streamer
+from engines.reference.mapped_weights import MappedFiles, read_mapped
+from roundhouse.catalogue.digests import version_digest, version_entries
+from roundhouse.catalogue.records import ContentFile
 from roundhouse.clock import SystemClock
-from roundhouse.vocabulary import Digest
+from services.loader.adapters.direct_io import CHUNK_BYTES, aligned_buffer
 from services.loader.adapters.disk_cache import DiskCache
+from services.loader.adapters.shared_arena import PAGE_BYTES, READS_AT_ONCE, SharedArena
+from services.loader.domain.staging_priority import Priority
+from services.loader.operations.traffic import Traffic
+from services.loader.ports import Filling, StageRequest
 
 NAME = "staging"
-DESCRIPTION = "weights from cold disk to the verified cache, against plain copy and direct reads"
-FILES = 4  # shards of a model; as many as a small checkpoint has
-BLOCK_BYTES = 4 * 1024 * 1024
+DESCRIPTION = (
+    "weights from cold disk to host memory to the engine, against direct reads, memory copies and other loaders"
+)
+SHARDS = 4  # as many as a small checkpoint has
 MEGABYTE = 1_000_000
-GOAL_OF_LIMIT = 0.9  # what is asked of a way from disk to memory; this way also writes, so it is not expected to be met
-GOAL_OF_COPY = 1.1  # to be worth its code; a plain copy verifies nothing
+TENSOR_BYTES = 4 * 1024 * 1024
+AT_ONCE = (1, 4)
+GOAL_OF_DISK, GOAL_OF_MEMORY = 0.9, 0.8
+GOAL_OF_RIVALS = 1.1
+GOAL_CPU_SHARE = 1 / 3
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory
 
 
 def run(arguments: Sequence[str]) -> Report:
-    """Measure one size; medians over the rounds."""
+    """Medians over the rounds, for each size."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks staging")
-    parser.add_argument("--megabytes", type=int, default=256, help="size of the model (default 256)")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 512], help="sizes of a model (default 64 512)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (default 3)")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: the system's)")
+    parser.add_argument("--memory", type=Path, default=SHARED_MEMORY, help="a memory file system (default /dev/shm)")
+    parser.add_argument("--streamer-python", type=Path, default=None, help="interpreter with runai-model-streamer")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        return _measure(Path(name), options.megabytes, options.rounds)
-
-
-def _measure(folder: Path, megabytes: int, rounds: int) -> Report:
-    source = folder / "source"
-    size = _make(source, megabytes)
-    digest = version_digest(source)
-    seconds: dict[str, list[float]] = {"direct": [], "copy": [], "stage": []}
-    processor: dict[str, list[float]] = {"direct": [], "copy": [], "stage": []}
-    for _ in range(rounds):
-        for kind, work in (
-            ("direct", lambda: _read_direct(source)),
-            ("copy", lambda: _copy(source, folder / "copy")),
-            ("stage", lambda: asyncio.run(_stage(source, folder / "cache", digest, size))),
+    figures: dict[str, float | int | str] = {}
+    limits: dict[str, float | int | str] = {}
+    goals: list[Goal] = []
+    for megabytes in options.megabytes:
+        with (
+            tempfile.TemporaryDirectory(dir=options.folder) as disk,
+            tempfile.TemporaryDirectory(dir=options.memory) as memory,
         ):
-            _make_cold(source)
-            wall, used = _timed(work)
-            seconds[kind].append(wall)
-            processor[kind].append(used)
-            for written in ("copy", "cache"):
-                shutil.rmtree(folder / written, ignore_errors=True)
-    rate = {kind: size / 1e9 / statistics.median(values) for kind, values in seconds.items()}
-    cost = {kind: statistics.median(values) / (size / 1e9) for kind, values in processor.items()}
-    figures: dict[str, float | int | str] = {
-        "model_bytes": size,
-        "staged_gb_per_second": rate["stage"],
-        "plain_copy_gb_per_second": rate["copy"],
-        "staged_cpu_seconds_per_gb": cost["stage"],
-        "plain_copy_cpu_seconds_per_gb": cost["copy"],
-    }
-    limits = {"direct_read_gb_per_second": rate["direct"], "direct_read_cpu_seconds_per_gb": cost["direct"]}
-    goals = [
-        Goal.at_least("staged / direct read", GOAL_OF_LIMIT, rate["stage"] / rate["direct"]),
-        Goal.at_least("staged / plain copy", GOAL_OF_COPY, rate["stage"] / rate["copy"]),
-    ]
+            bench = _Bench(Path(disk), Path(memory), megabytes, options.rounds)
+            bench.measure(options.streamer_python)
+            figures.update(bench.figures)
+            limits.update(bench.limits)
+            goals += bench.goals
     return Report(NAME, figures, limits, goals)
 
 
-def _make(source: Path, megabytes: int) -> int:
-    """Random content, so that no file system makes it smaller; whole blocks, as direct reads want."""
-    source.mkdir()
-    blocks = max(1, megabytes * MEGABYTE // FILES // BLOCK_BYTES)
-    for number in range(FILES):
-        with (source / f"shard-{number}").open("wb") as file:
-            for _ in range(blocks):
-                file.write(os.urandom(BLOCK_BYTES))
+@dataclass(frozen=True, slots=True)
+class _Took:
+    rate: float  # GB/s
+    cpu: float  # processor seconds a GB, of all threads, user and system
+
+
+class _Bench:
+    """One size: `AT_ONCE[-1]` models of it on disk, an arena for all of them."""
+
+    def __init__(self, disk: Path, memory: Path, megabytes: int, rounds: int) -> None:
+        self.figures: dict[str, float | int | str] = {}
+        self.limits: dict[str, float | int | str] = {}
+        self.goals: list[Goal] = []
+        self._label = f"{megabytes}MB"
+        self._rounds = rounds
+        self._disk = disk
+        self._memory = memory
+        self._models = [_make(disk / f"model-{number}", megabytes) for number in range(AT_ONCE[-1])]
+        self._size = sum(path.stat().st_size for path in self._models[0])
+        source = self._models[0][0].parent
+        self._digest = version_digest(source)
+        self._files = tuple(
+            ContentFile(name=each.name, size=each.size, sha256=each.sha256.hex()) for each in version_entries(source)
+        )
+        self._touched: list[mmap.mmap] = []
+        self._arena = SharedArena(memory / "arena", AT_ONCE[-1] * (self._size + SHARDS * PAGE_BYTES))
+
+    def measure(self, streamer: Path | None) -> None:
+        """Everything, the limit beside each figure."""
+        asyncio.run(self._arena.start())
+        fresh = self._turns({"fresh": lambda: asyncio.run(self._fill(1))}, rounds=1)["fresh"]
+        self.figures[f"{self._label}_first_touch_gb_per_second"] = fresh.rate
+        asyncio.run(self._arena.fault_in())
+        for together in AT_ONCE:
+            self._to_host(together)
+        self._to_engine()
+        self._to_disk()
+        self._rivals(streamer)
+        self._arena.close()
+
+    def _to_host(self, together: int) -> None:
+        label = f"{self._label}_x{together}"
+        works = {
+            "limit": lambda: self._read_direct(together),
+            "ours": lambda: asyncio.run(self._fill(together)),
+        }
+        took = self._turns(works, together)
+        self._note(f"{label}_disk_to_host", took["ours"])
+        self._note(f"{label}_direct_read", took["limit"], self.limits)
+        share = took["ours"].rate / took["limit"].rate
+        self.goals.append(Goal.at_least(f"{label} disk to host / direct read", GOAL_OF_DISK, share))
+
+    def _to_engine(self) -> None:
+        """Map the ranges and read every byte once, against copying them once: what a loader without an arena does."""
+        files = self._fillings(0)
+        mapped = MappedFiles(str(self._arena.path), {file.path.name: (file.offset, file.size) for file in files})
+        target = np.ones(self._size, np.uint8)
+
+        def read_all() -> None:
+            for name in mapped.files:
+                for tensor in read_mapped(mapped, name).values():
+                    tensor.view(np.uint64).max()
+
+        def copy_all() -> None:
+            with self._arena.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as memory:
+                for file in files:
+                    whole = np.frombuffer(memory, np.uint8, file.size, file.offset)
+                    np.copyto(target[: file.size], whole)
+                    del whole
+
+        began = time.perf_counter()
+        tensors = [read_mapped(mapped, name) for name in mapped.files]
+        self.figures[f"{self._label}_host_to_engine_map_ms"] = (time.perf_counter() - began) * 1000
+        del tensors
+        took = self._turns({"limit": copy_all, "ours": read_all}, warm=True)
+        self._note(f"{self._label}_host_to_engine", took["ours"])
+        self._note(f"{self._label}_memory_copy", took["limit"], self.limits)
+        share = took["ours"].rate / took["limit"].rate
+        self.goals.append(Goal.at_least(f"{self._label} host to engine / memory copy", GOAL_OF_MEMORY, share))
+
+    def _to_disk(self) -> None:
+        """From the source, hashed, to the cache: bound by SHA-256 and by the second write, so no goal of this page."""
+        cache = self._disk / "cache"
+        took = self._turns({"stage": lambda: asyncio.run(self._stage())}, after=lambda: shutil.rmtree(cache))
+        self._note(f"{self._label}_source_to_disk", took["stage"])
+
+    def _rivals(self, streamer: Path | None) -> None:
+        """In turns with ours, because the machine is shared; the best of them is the one to beat."""
+        shards, copy = self._models[0], self._memory / "copy"
+        works: dict[str, Callable[[], object]] = {
+            "ours": lambda: asyncio.run(self._fill(1)),
+            "plain_copy": lambda: copy_plainly(shards, copy),
+            "safetensors": lambda: load_safetensors(shards),
+        }
+        if streamer is not None:
+            works["runai_streamer"] = lambda: run_streamer(streamer, shards[0].parent)
+        took = self._turns(works, after=lambda: shutil.rmtree(copy, ignore_errors=True))
+        ours = took.pop("ours")
+        for name, each in took.items():
+            self._note(f"{self._label}_{name}", each)
+        best = max(took, key=lambda name: took[name].rate)
+        self.goals.append(Goal.at_least(f"{self._label} ours / {best}", GOAL_OF_RIVALS, ours.rate / took[best].rate))
+        share = ours.cpu / took[best].cpu
+        self.goals.append(Goal.at_most(f"{self._label} processor, ours / {best}", GOAL_CPU_SHARE, share))
+
+    def _note(self, name: str, took: "_Took", where: "dict[str, float | int | str] | None" = None) -> None:
+        kept = self.figures if where is None else where
+        kept[f"{name}_gb_per_second"] = took.rate
+        kept[f"{name}_cpu_seconds_per_gb"] = took.cpu
+
+    def _turns(
+        self,
+        works: Mapping[str, Callable[[], object]],
+        together: int = 1,
+        *,
+        rounds: int = 0,
+        warm: bool = False,
+        after: Callable[[], object] = lambda: None,
+    ) -> "dict[str, _Took]":
+        """Each work once a round, one after the other: medians. A work that returns (wall, processor) timed itself."""
+        gigabytes = together * self._size / 1e9
+        walls: dict[str, list[float]] = defaultdict(list)
+        cpus: dict[str, list[float]] = defaultdict(list)
+        for _ in range(rounds or self._rounds):
+            for name, work in works.items():
+                if not warm:
+                    for model in self._models[:together]:
+                        _make_cold(model)
+                began, used = time.perf_counter(), time.process_time()
+                own = work()
+                wall, cpu = time.perf_counter() - began, time.process_time() - used
+                if isinstance(own, tuple):
+                    wall, cpu = own
+                walls[name].append(wall)
+                cpus[name].append(cpu)
+                after()
+        median = statistics.median
+        return {name: _Took(gigabytes / median(walls[name]), median(cpus[name]) / gigabytes) for name in works}
+
+    async def _fill(self, together: int) -> None:
+        traffic = Traffic()
+
+        async def one(model: int) -> None:
+            with traffic.lane(Priority.DEMAND) as lane:
+                await self._arena.fill(self._fillings(model), lane, lambda _: None)
+
+        fills: list[Awaitable[None]] = [one(model) for model in range(together)]
+        await asyncio.gather(*fills)
+
+    def _fillings(self, model: int) -> list[Filling]:
+        begin = model * (self._arena.capacity // AT_ONCE[-1] // PAGE_BYTES) * PAGE_BYTES
+        files = []
+        for shard in self._models[model]:
+            size = shard.stat().st_size
+            files.append(Filling(shard, size, begin))
+            begin += -(-size // PAGE_BYTES) * PAGE_BYTES
+        return files
+
+    def _read_direct(self, together: int) -> None:
+        """Nothing but reads: as many threads and as large parts as the arena has, each into a buffer of its own."""
+        shards = [shard for model in self._models[:together] for shard in model]
+        parts = [(shard, begin) for shard in shards for begin in range(0, shard.stat().st_size, CHUNK_BYTES)]
+        descriptors = {shard: os.open(shard, os.O_RDONLY | os.O_DIRECT) for shard in shards}
+        with ThreadPoolExecutor(together * READS_AT_ONCE) as threads:
+            buffers = self._buffers(together * READS_AT_ONCE)
+            list(threads.map(lambda part: _read_part(descriptors[part[0]], part[1], buffers), parts))
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+    def _buffers(self, count: int) -> list[mmap.mmap]:
+        while len(self._touched) < count:
+            buffer = aligned_buffer()
+            buffer.write(bytes(CHUNK_BYTES))
+            self._touched.append(buffer)
+        return self._touched
+
+    async def _stage(self) -> None:
+        source = self._models[0][0].parent
+        cache = DiskCache(self._disk / "cache", SystemClock())
+        await cache.start()
+        request = StageRequest(str(source), self._digest, self._files, self._size)
+        try:
+            with Traffic().lane(Priority.DEMAND) as lane:
+                await cache.stage(request, lane, lambda _: None)
+        finally:
+            cache.close()
+
+
+def _read_part(descriptor: int, begin: int, buffers: list[mmap.mmap]) -> None:
+    buffer = buffers.pop()
+    os.preadv(descriptor, [buffer], begin)
+    buffers.append(buffer)
+
+
+def _make(folder: Path, megabytes: int) -> list[Path]:
+    """Shards in the safetensors format, of random content so that no file system makes them smaller."""
+    folder.mkdir()
+    tensors = max(1, megabytes * MEGABYTE // SHARDS // TENSOR_BYTES)
+    shape = [1024, TENSOR_BYTES // 4096]
+    header = json.dumps(
+        {
+            f"layer.{number}": {
+                "dtype": "F32",
+                "shape": shape,
+                "data_offsets": [number * TENSOR_BYTES, (number + 1) * TENSOR_BYTES],
+            }
+            for number in range(tensors)
+        }
+    ).encode()
+    header += b" " * (-(8 + len(header)) % 64)
+    shards = [folder / f"model-{number}.safetensors" for number in range(SHARDS)]
+    for shard in shards:
+        with shard.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for _ in range(tensors):
+                file.write(os.urandom(TENSOR_BYTES))
             file.flush()
             os.fsync(file.fileno())
-    return FILES * blocks * BLOCK_BYTES
+    return shards
 
 
-def _make_cold(source: Path) -> None:
-    for path in source.iterdir():
+def _make_cold(shards: list[Path]) -> None:
+    for path in shards:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def _timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Wall and processor seconds, of all threads, user and system."""
-    started, used = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - started, time.process_time() - used
-
-
-def _read_direct(source: Path) -> None:
-    with ThreadPoolExecutor(FILES) as threads:
-        list(threads.map(_read_one, source.iterdir()))
-
-
-def _read_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        with mmap.mmap(-1, BLOCK_BYTES) as block:
-            while os.readv(descriptor, [block]):
-                pass
-    finally:
-        os.close(descriptor)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target)
-    for path in target.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-async def _stage(source: Path, folder: Path, digest: Digest, size: int) -> None:
-    cache = DiskCache(folder, SystemClock())
-    await cache.start()
-    try:
-        await cache.stage(str(source), digest, size_max=size, on_bytes=lambda _: None)
-    finally:
-        cache.close()
