@@ -13,9 +13,9 @@ from roundhouse.catalogue.records import Model
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import ModelName, NodeId, PoolName
-from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
+from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, Role, VersionSpec
 from services.scheduler.domain.placement import Load, PoolView, Victim, Worth, retry_at_ms
-from services.scheduler.domain.records import VersionKey, instance_key, model_of
+from services.scheduler.domain.records import PREFILL_STAGE, VersionKey, instance_key, model_of, owner_of
 from services.scheduler.domain.warmth.activity import Activity
 from services.scheduler.domain.warmth.autoscale import ModelSignal, PoolSignal, ThrashMeter, pool_signal
 from services.scheduler.domain.warmth.eviction import (
@@ -30,7 +30,7 @@ from services.scheduler.domain.warmth.eviction import (
 )
 from services.scheduler.domain.warmth.forecast import Explanation, Forecaster
 from services.scheduler.domain.warmth.history import Entry, Gathering, Happened
-from services.scheduler.domain.warmth.memory_plan import MemoryPlan, Move, NodeMemory, Resident, Want, planned
+from services.scheduler.domain.warmth.memory_plan import Move, NodeMemory, Resident, Want, planned
 from services.scheduler.domain.warmth.replicas import Promise, Wanted, adjusted, gain_per_ms
 from services.scheduler.domain.warmth.value import ExpectedValue
 from services.scheduler.operations.pools import Pools
@@ -169,23 +169,32 @@ class Foresight:
         self._watch_ready(view, mind, now_ms)
         for version in mind.forecaster.models.keys() - view.specs.keys():
             mind.forecaster.forget(version)
-        found = self._plan(view, mind, now_ms)
+        moves = self._plan(view, mind, now_ms)
         self._instruments.planned(pool, self.signals(pool))
         if not self._prewarm:
             return ()
         nodes = {node.node_id: node for node in view.nodes}
-        return tuple(_load(move) for move in found.moves if self._pays(view, mind, nodes[move.node_id], move, now_ms))
+        return tuple(_load(move) for move in moves if self._pays(view, mind, nodes[move.node_id], move, now_ms))
 
     def plan_again(self, pool: PoolName) -> None:
         """The next call of `moves` plans, whenever it comes: what was planned last has begun."""
         self.mind(pool).plan_at_ms = 0
 
-    def _plan(self, view: PoolView, mind: PoolMind, now_ms: int) -> MemoryPlan:
+    def _plan(self, view: PoolView, mind: PoolMind, now_ms: int) -> tuple[Move, ...]:
+        """One plan for the nodes that run prompts only, one for all others: what stands there is not the same."""
         awaited = {depth.version for depth in view.state.depths}
-        nodes = [_memory(view, node, awaited, now_ms) for node in view.nodes if node.healthy]
-        wants = [self._want(view, mind, spec, now_ms) for spec in view.specs.values()]
         mind.wanted = {version: each for version, each in mind.wanted.items() if version in view.specs}
-        return planned(nodes, wants)
+        moves = list[Move]()
+        for prefill in (False, True):
+            nodes = [
+                _memory(view, node, awaited, now_ms)
+                for node in view.nodes
+                if node.healthy and (node.role is Role.PREFILL) == prefill
+            ]
+            specs = [spec for spec in view.specs.values() if (owner_of(spec.version) == PREFILL_STAGE) == prefill]
+            if nodes and specs:
+                moves += planned(nodes, [self._want(view, mind, spec, now_ms) for spec in specs]).moves
+        return tuple(moves)
 
     def _want(self, view: PoolView, mind: PoolMind, spec: VersionSpec, now_ms: int) -> Want:
         model, reload_ms = self._model(spec), expected_load_ms(view, spec)
