@@ -46,6 +46,10 @@ class AdminClient:
         """Rows of the ledger's usage report, first page."""
         return list((await self._call("GET", "/admin/v1/usage", params=parameters))["rows"])
 
+    async def unload(self, model: str) -> None:
+        """Take a model off every node."""
+        await self._call("POST", f"/admin/v1/models/{model}/unload", json={})
+
     async def nodes(self) -> list[dict[str, Any]]:
         """The nodes with their memory and what they hold."""
         return list((await self._call("GET", "/admin/v1/nodes"))["nodes"])
