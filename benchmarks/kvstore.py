@@ -1,11 +1,12 @@
 """Bytes a second into and out of the kvstore, from memory and disk, against plain copies and reads of the same run.
 
-A put reserves, hashes, writes into the arena and commits, in batches of `BATCH` blocks; a get acquires, copies each block
-to where it is needed, checks it and releases; a check does so without the copy, which an engine makes anyway when it
-fills its own pool. All are real calls to a real process. The limit of memory is the same copies into and out of a
+A put reserves, hashes, writes into the arena and commits, in batches of `BATCH` blocks; a get acquires, copies each
+block to where it is needed, checks it and releases; a check does so without the copy, which an engine makes anyway when
+it fills its own pool. All are real calls to a real process. The limit of memory is the same copies into and out of a
 mapped, touched shared file, made by the same process between them; with several clients every process copies at once,
 and the time is that from the first start to the last end. The limit of the disk is direct reads of the same sizes from
-one file into touched memory that asks for huge pages, one beside each get. Redis is Valkey over TCP with GET and SET, without its append-only file.
+one file into touched memory that asks for huge pages, one beside each get. Redis is Valkey over TCP with GET and SET,
+without its append-only file.
 """
 
 import argparse
