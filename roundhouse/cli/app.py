@@ -27,6 +27,7 @@ class LazyCommands(TyperGroup):
         "get": "roundhouse.cli.catalogue:get",
         "keys": "roundhouse.cli.keys:app",
         "models": "roundhouse.cli.models:app",
+        "nodes": "roundhouse.cli.nodes:app",
         "tenants": "roundhouse.cli.tenants:app",
         "usage": "roundhouse.cli.usage:app",
         "prices": "roundhouse.cli.prices:app",

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api, part
 from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
+from roundhouse.cli.load_progress import with_progress
 
 COLUMNS = ("name", "engine", "pool", "node", "state", "device_bytes", "load_ms", "reason")
 
@@ -45,9 +47,29 @@ def load(
 ) -> None:
     """Make a model ready, on the best node if none is named. Waits until it is."""
     with refusals_told():
-        answer = open_api(admin_url, admin_key).post(f"/models/{part(name)}/load", node=node)
+        api = open_api(admin_url, admin_key)
+        answer = with_progress(
+            api, name, lambda: api.post(f"/models/{part(name)}/load", node=node), Console(stderr=True)
+        )
         for place in answer["nodes"]:
             typer.echo(f"{name} is ready on {place['node']}" + ("" if place["loaded"] else " (it was already)"))
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(help="The model.")],
+    tier: Annotated[str, typer.Option("--tier", help="How near: host (memory) or disk.")] = "host",
+    node: Node = "",
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Bring a model's weights nearer without loading it, so that a load costs only the way to the device."""
+    with refusals_told():
+        api = open_api(admin_url, admin_key)
+        path = f"/models/{part(name)}/stage"
+        answer = with_progress(api, name, lambda: api.post(path, node=node, tier=tier), Console(stderr=True))
+        for place in answer["nodes"]:
+            typer.echo(f"{name} is in the {tier} tier of {place['node']}")
 
 
 @app.command()

@@ -317,6 +317,35 @@ class Device(_message.Message):
 Global___Device: _TypeAlias = Device  # noqa: Y015
 
 @_typing.final
+class NodeLost(_message.Message):
+    """rh.v1.node.<id>.lost (publish): a gateway's stream to the node broke off, or it could not connect. All schedulers leave
+    the node out for a moment: until its loader has had the time to see the same, or not.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    gateway_id: _builtins.str
+    sent_unix_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        gateway_id: _builtins.str = ...,
+        sent_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "node_id", b"node_id", "sent_unix_ms", b"sent_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeLost: _TypeAlias = NodeLost  # noqa: Y015
+
+@_typing.final
 class Instance(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -335,6 +364,8 @@ class Instance(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     ESTIMATED_REMAINING_MS_FIELD_NUMBER: _builtins.int
     MEASURED_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     state: _vocabulary_pb2.InstanceState.ValueType
     triton_model_name: _builtins.str
     generation: _builtins.int
@@ -353,6 +384,9 @@ class Instance(_message.Message):
     """of a load that goes on; 0 = unknown"""
     measured_bytes: _builtins.int
     """what the model's processes took after the last load; 0 = not measured"""
+    bytes_done: _builtins.int
+    """of a staging or load that goes on"""
+    bytes_total: _builtins.int
     @_builtins.property
     def version(self) -> _vocabulary_pb2.ModelVersion: ...
     @_builtins.property
@@ -377,10 +411,12 @@ class Instance(_message.Message):
         tier: _vocabulary_pb2.Tier.ValueType = ...,
         estimated_remaining_ms: _builtins.int = ...,
         measured_bytes: _builtins.int = ...,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "devices", b"devices", "estimated_remaining_ms", b"estimated_remaining_ms", "generation", b"generation", "load_ms", b"load_ms", "measured_bytes", b"measured_bytes", "reason", b"reason", "retry_at_unix_ms", b"retry_at_unix_ms", "slots", b"slots", "stage_ms", b"stage_ms", "state", b"state", "state_since_unix_ms", b"state_since_unix_ms", "tier", b"tier", "triton_model_name", b"triton_model_name", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "device_bytes", b"device_bytes", "devices", b"devices", "estimated_remaining_ms", b"estimated_remaining_ms", "generation", b"generation", "load_ms", b"load_ms", "measured_bytes", b"measured_bytes", "reason", b"reason", "retry_at_unix_ms", b"retry_at_unix_ms", "slots", b"slots", "stage_ms", b"stage_ms", "state", b"state", "state_since_unix_ms", b"state_since_unix_ms", "tier", b"tier", "triton_model_name", b"triton_model_name", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

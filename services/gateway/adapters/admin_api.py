@@ -30,10 +30,12 @@ from services.gateway.adapters.http_edge import EdgeRoute, HttpEdge, router
 from services.gateway.adapters.http_errors import error_headers, http_status, openai_error
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.domain import keys
+from services.gateway.operations.admin_maintenance import MaintenanceOperations
 from services.gateway.operations.admin_models import ModelOperations, ModelPlace
 from services.gateway.operations.admin_ports import NodeStates, UsageQueries
 from services.gateway.operations.apply import CatalogueApplication, Declared
 from services.gateway.operations.erase_cache import CacheErasure
+from services.gateway.operations.erase_stored import StoredErasure
 from services.gateway.operations.keys import KeyOperations, KeyWish
 from services.gateway.ports import Caller, KeyDirectory
 
@@ -85,6 +87,19 @@ class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
     node: str = ""
 
 
+class StageBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /admin/v1/models/{name}/stage. `node` empty: the best one."""
+
+    node: str = ""
+    tier: str = "host"
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /admin/v1/nodes/{node}/drain."""
+
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class AdminServices:
     """What the admin API works with."""
@@ -94,11 +109,13 @@ class AdminServices:
     applying: CatalogueApplication
     keys: KeyOperations
     models: ModelOperations
+    maintenance: MaintenanceOperations
     forecasts: BusForecasts
     nodes: NodeStates
     usage: UsageQueries
     clock: Clock
     erasing: CacheErasure
+    stored: StoredErasure
     metering: MeteringProxy
 
 
@@ -120,7 +137,11 @@ def admin_app(services: AdminServices) -> ASGIApp:
         *(_route(method, "/metering/{path:path}", services.metering.forward) for method in ("GET", "POST", "DELETE")),
         _route("GET", "/nodes", _for_operators(api.list_nodes)),
         _route("POST", "/tenants/{tenant}/erase-cache", _for_operators(api.erase_cache)),
+        _route("POST", "/tenants/{tenant}/erase-stored", _for_operators(api.erase_stored)),
         _route("POST", "/models/{name}/load", _for_operators(api.load_model)),
+        _route("POST", "/models/{name}/stage", _for_operators(api.stage_model)),
+        _route("POST", "/nodes/{node}/drain", _for_operators(api.drain_node)),
+        _route("POST", "/nodes/{node}/resume", _for_operators(api.resume_node)),
         _route("POST", "/models/{name}/unload", _for_operators(api.unload_model)),
         _route("GET", "/models/{name}/forecast", _for_operators(api.forecast_model)),
     ]
@@ -201,11 +222,32 @@ class _AdminApi:
         outcomes = await self._services.erasing.erase(request.path_params["tenant"], actor=caller.key_id)
         return _json(admin_json.erasure_json(outcomes))
 
+    async def erase_stored(self, request: Request, caller: Caller) -> Response:
+        erased = await self._services.stored.erase(request.path_params["tenant"], actor=caller.key_id)
+        return _json({"answers": erased.answers, "files_and_batches": erased.files_and_batches})
+
     async def load_model(self, request: Request, caller: Caller) -> Response:
         body = await self._body(request, ModelBody)
         name = request.path_params["name"]
         place = await self._services.models.load(name, body.node or None, actor=caller.key_id)
         return _json({"model": name, "nodes": _places([place], "loaded")})
+
+    async def stage_model(self, request: Request, caller: Caller) -> Response:
+        body = await self._body(request, StageBody)
+        name = request.path_params["name"]
+        place = await self._services.models.stage(name, body.node or None, body.tier, actor=caller.key_id)
+        return _json({"model": name, "nodes": _places([place], "staged")})
+
+    async def drain_node(self, request: Request, caller: Caller) -> Response:
+        body = await self._body(request, DrainBody)
+        node = request.path_params["node"]
+        await self._services.maintenance.drain(node, body.reason, actor=caller.key_id)
+        return _json({"node": node, "draining": True})
+
+    async def resume_node(self, request: Request, caller: Caller) -> Response:
+        node = request.path_params["node"]
+        await self._services.maintenance.resume(node, actor=caller.key_id)
+        return _json({"node": node, "draining": False})
 
     async def unload_model(self, request: Request, caller: Caller) -> Response:
         body = await self._body(request, ModelBody)

@@ -22,11 +22,15 @@ from services.gateway.adapters.admin_caches import GrpcNodeCaches
 from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admin_metering import MeteringProxy
-from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader
+from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader, GrpcNodeMaintenance
 from services.gateway.adapters.admin_usage import HttpUsageQueries
+from services.gateway.adapters.answer_store import RedisAnswerStore
+from services.gateway.adapters.batch_composition import batch_operations
+from services.gateway.operations.admin_maintenance import MaintenanceOperations
 from services.gateway.operations.admin_models import ModelOperations
 from services.gateway.operations.apply import CatalogueApplication
 from services.gateway.operations.erase_cache import CacheErasure
+from services.gateway.operations.erase_stored import StoredErasure
 from services.gateway.operations.keys import KeyOperations
 from services.gateway.ports import KeyDirectory
 
@@ -63,12 +67,16 @@ async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
                     RedisKeyRegistry(parts.redis), parts.catalogue, audit, parts.clock, secrets.token_bytes
                 ),
                 models=ModelOperations(parts.catalogue, nodes, GrpcNodeLoader(), audit),
+                maintenance=MaintenanceOperations(nodes, GrpcNodeMaintenance(), audit),
                 forecasts=BusForecasts(parts.bus),
                 nodes=nodes,
                 usage=HttpUsageQueries(metering),
                 metering=MeteringProxy(metering),
                 clock=parts.clock,
                 erasing=CacheErasure(parts.cluster, nodes, GrpcNodeCaches(), audit),
+                stored=StoredErasure(
+                    RedisAnswerStore(parts.redis), await batch_operations(parts.bus, parts.clock), audit
+                ),
             )
         finally:
             await nodes.stop()

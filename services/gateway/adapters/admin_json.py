@@ -84,6 +84,7 @@ def _tier_json(tier: vocabulary_pb2.TierBytes) -> dict[str, Any]:
         "capacity": tier.capacity,
         "resident": tier.resident,
         "reserved": tier.reserved,
+        "bytes_per_second": tier.bytes_per_second,
     }
 
 
@@ -100,6 +101,11 @@ def _instance_json(instance: loading_pb2.Instance) -> dict[str, Any]:
         "load_ms": instance.load_ms,
         "reason": instance.reason,
         "retry_at": _time(instance.retry_at_unix_ms),
+        "tier": _word(vocabulary_pb2.Tier.Name(instance.tier), "TIER_"),
+        "measured_bytes": instance.measured_bytes,
+        "bytes_done": instance.bytes_done,
+        "bytes_total": instance.bytes_total,
+        "estimated_remaining_ms": instance.estimated_remaining_ms,
     }
 
 

@@ -76,7 +76,9 @@ class GrpcNodeLoader:
 
     async def load(self, command: LoadCommand, *, timeout_ms: int) -> None:
         """See `NodeLoader.load`."""
-        request = loading_pb2.EnsureLoadedRequest(version=command.version, deadline_ms=timeout_ms, reason=REASON)
+        request = loading_pb2.EnsureLoadedRequest(
+            version=command.version, deadline_ms=timeout_ms, reason=REASON, target=command.target
+        )
         try:
             async with open_channel(command.loader_address) as channel:
                 stub = loading_pb2_grpc.LoaderStub(channel)
@@ -100,3 +102,30 @@ class GrpcNodeLoader:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "the loader did not unload it") from error
         return bool(reply.was_loaded)
+
+
+class GrpcNodeMaintenance:
+    """`NodeMaintenance` over one short-lived channel a command."""
+
+    async def drain(self, loader_address: str, reason: str) -> None:
+        """See `NodeMaintenance.drain`."""
+        request = loading_pb2.DrainNodeRequest(reason=reason)
+        try:
+            async with open_channel(loader_address) as channel:
+                call = loading_pb2_grpc.LoaderStub(channel).DrainNode(
+                    request, timeout=_GRACE_S, metadata=telemetry.trace_metadata()
+                )
+                async for _ in call:
+                    break  # its first word says that it has begun; it goes on without a caller
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "the loader did not begin to drain") from error
+
+    async def resume(self, loader_address: str) -> None:
+        """See `NodeMaintenance.resume`."""
+        try:
+            async with open_channel(loader_address) as channel:
+                await loading_pb2_grpc.LoaderStub(channel).ResumeNode(
+                    loading_pb2.ResumeNodeRequest(), timeout=_GRACE_S, metadata=telemetry.trace_metadata()
+                )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "the loader did not resume") from error

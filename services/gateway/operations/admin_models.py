@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from roundhouse.catalogue.records import Model
 from roundhouse.catalogue.store import CatalogueView
-from roundhouse.errors import NotFound, Unavailable
+from roundhouse.errors import InvalidInput, NotFound, Unavailable
 from roundhouse.vocabulary import KeyId, ModelName, NodeId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.operations.admin_ports import AuditTrail, LoadCommand, NodeLoader, NodeStates
 
+_STAGE_TARGETS = {"host": vocabulary_pb2.TIER_HOST, "disk": vocabulary_pb2.TIER_DISK}
 DEADLINE_MS = 120_000  # twice the default cold-start promise
 
 
@@ -46,6 +47,21 @@ class ModelOperations:
             return ModelPlace(NodeId(node.node_id), changed=False)
         await self._loader.load(_command(node, model), timeout_ms=DEADLINE_MS)
         await self._audit.record("model.load", actor=actor, subject=name, details={"node": node.node_id})
+        return ModelPlace(NodeId(node.node_id), changed=True)
+
+    async def stage(self, name: str, node_id: str | None, tier: str, *, actor: KeyId) -> ModelPlace:
+        """Bring a model's weights to the `host` or `disk` tier of a node, or of the best one. Idempotent.
+
+        Raises as `load`, and InvalidInput for another tier."""
+        target = _STAGE_TARGETS.get(tier)
+        if target is None:
+            raise InvalidInput("must be host or disk", param="tier")
+        model = self._model(name)
+        states = await self._nodes.all()
+        node = _named(states, node_id) if node_id else _best(states, model)
+        await self._loader.load(_command(node, model, target), timeout_ms=DEADLINE_MS)
+        details = {"node": node.node_id, "tier": tier}
+        await self._audit.record("model.stage", actor=actor, subject=name, details=details)
         return ModelPlace(NodeId(node.node_id), changed=True)
 
     async def unload(self, name: str, node_id: str | None, *, actor: KeyId) -> list[ModelPlace]:
@@ -99,5 +115,9 @@ def _free_bytes(state: loading_pb2.NodeState) -> int:
     return sum(tier.capacity - tier.resident - tier.reserved for tier in devices)
 
 
-def _command(node: loading_pb2.NodeState, model: Model) -> LoadCommand:
-    return LoadCommand(node.loader_address, vocabulary_pb2.ModelVersion(model=model.name, digest=model.digest))
+def _command(
+    node: loading_pb2.NodeState,
+    model: Model,
+    target: "vocabulary_pb2.Tier.ValueType" = vocabulary_pb2.TIER_DEVICE,
+) -> LoadCommand:
+    return LoadCommand(node.loader_address, vocabulary_pb2.ModelVersion(model=model.name, digest=model.digest), target)

@@ -57,6 +57,7 @@ class LoadCommand:
 
     loader_address: str
     version: vocabulary_pb2.ModelVersion
+    target: "vocabulary_pb2.Tier.ValueType" = vocabulary_pb2.TIER_DEVICE  # HOST, DISK: only bring the weights there
 
 
 class NodeLoader(Protocol):
@@ -68,6 +69,20 @@ class NodeLoader(Protocol):
 
     async def unload(self, command: LoadCommand, *, timeout_ms: int) -> bool:
         """Drain and unload; whether it was loaded. Raises Conflict, DeadlinePassed, Unavailable."""
+        ...
+
+
+class NodeMaintenance(Protocol):
+    """The loaders, for taking a node out of service and back."""
+
+    async def drain(self, loader_address: str, reason: str) -> None:
+        """The node takes no new work from now on; what runs ends, then everything is unloaded. Idempotent.
+
+        Returns once it has begun. Raises Unavailable."""
+        ...
+
+    async def resume(self, loader_address: str) -> None:
+        """The node takes work again. Idempotent. Raises Unavailable."""
         ...
 
 

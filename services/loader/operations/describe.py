@@ -77,7 +77,7 @@ def describe(
 def describe_instance(node: Node, home: Residence, gauge: ProgressGauge) -> loading_pb2.Instance:
     """One instance; its bytes are what it holds or will hold on the device."""
     instance = home.instance
-    moving = instance.state in (State.STAGING, State.LOADING)
+    progress = gauge.read(home) if instance.state in (State.STAGING, State.LOADING) else None
     return loading_pb2.Instance(
         version=vocabulary_pb2.ModelVersion(model=instance.version.model, digest=instance.version.digest),
         state=STATES.get(instance.state, vocabulary_pb2.INSTANCE_STATE_UNSPECIFIED),
@@ -91,7 +91,9 @@ def describe_instance(node: Node, home: Residence, gauge: ProgressGauge) -> load
         retry_at_unix_ms=instance.retry_at_ms,
         slots=home.model.slots,
         tier=fastest_tier(node, home),
-        estimated_remaining_ms=(gauge.read(home).remaining_ms or 0) if moving else 0,
+        estimated_remaining_ms=(progress.remaining_ms or 0) if progress else 0,
+        bytes_done=progress.bytes_done if progress else 0,
+        bytes_total=progress.bytes_total if progress else 0,
         measured_bytes=home.measured_bytes,
     )
 

@@ -21,13 +21,17 @@ from services.gateway.adapters.admin_api import AdminServices, admin_app
 from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates
+from services.gateway.domain.idempotency import Claimed, Differs
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
+from services.gateway.operations.admin_maintenance import MaintenanceOperations
 from services.gateway.operations.admin_models import ModelOperations
 from services.gateway.operations.admin_ports import LoadCommand
 from services.gateway.operations.apply import CatalogueApplication
 from services.gateway.operations.erase_cache import CacheErasure, NodeErasure
+from services.gateway.operations.erase_stored import StoredErasure
 from services.gateway.operations.keys import KeyOperations, KeyWish
 from tests.fakes.admission import InMemoryKeys
+from tests.fakes.answer_store import InMemoryAnswerStore
 from tests.fakes.catalogue import FixedCatalogue, InMemoryCatalogueStore
 from tests.fakes.clock import ManualClock
 from tests.fakes.event_bus import FakeBus
@@ -49,9 +53,13 @@ EVERYTHING = [
     ("GET", "/keys"),
     ("DELETE", "/keys/key-1"),
     ("POST", "/keys/key-1/rotate"),
+    ("POST", "/tenants/acme/erase-stored"),
     ("GET", "/nodes"),
     ("POST", "/models/chat/load"),
     ("POST", "/models/chat/unload"),
+    ("POST", "/models/chat/stage"),
+    ("POST", "/nodes/n1/drain"),
+    ("POST", "/nodes/n1/resume"),
 ]
 
 
@@ -66,12 +74,28 @@ class CountingLoader:
         """See `NodeLoader.load`."""
         if self.refuses:
             raise CapacityExhausted("it does not fit now")
-        self.commands.append(("load", command.loader_address, command.version.digest))
+        kind = "load" if command.target == vocabulary_pb2.TIER_DEVICE else "stage"
+        self.commands.append((kind, command.loader_address, command.version.digest))
 
     async def unload(self, command: LoadCommand, *, timeout_ms: int) -> bool:
         """See `NodeLoader.unload`."""
         self.commands.append(("unload", command.loader_address, command.version.digest))
         return True
+
+
+class KeptMaintenance:
+    """`NodeMaintenance` that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[str, ...]] = []
+
+    async def drain(self, loader_address: str, reason: str) -> None:
+        """See `NodeMaintenance.drain`."""
+        self.commands.append(("drain", loader_address, reason))
+
+    async def resume(self, loader_address: str) -> None:
+        """See `NodeMaintenance.resume`."""
+        self.commands.append(("resume", loader_address))
 
 
 class EchoingUsage:
@@ -111,6 +135,8 @@ class World:
         self.nodes = BusNodeStates(self.bus, self.clock)
         audit = BusAuditTrail(self.bus, self.clock)
         self.caches = TwoCaches()
+        self.maintenance = KeptMaintenance()
+        self.answers = InMemoryAnswerStore(self.clock)
         self._chance = 0
         self.keys = KeyOperations(self.directory, self.catalogue, audit, self.clock, self._bytes)
         services = AdminServices(
@@ -119,11 +145,13 @@ class World:
             applying=CatalogueApplication(self.store, self.catalogue, self.bus, audit, FileReading(DigestCache())),
             keys=self.keys,
             models=ModelOperations(self.catalogue, self.nodes, self.loader, audit),
+            maintenance=MaintenanceOperations(self.nodes, self.maintenance, audit),
             forecasts=BusForecasts(self.bus),
             nodes=self.nodes,
             usage=EchoingUsage(),
             clock=self.clock,
             erasing=CacheErasure("cluster", self.nodes, self.caches, audit),
+            stored=StoredErasure(self.answers, None, audit),
             metering=MeteringProxy(httpx.AsyncClient(base_url="http://metering")),  # sends nothing until it is called
         )
         transport = httpx.ASGITransport(admin_app(services))
@@ -319,6 +347,22 @@ async def test_a_model_is_loaded_where_there_is_room(world: World) -> None:
     assert (await world.call("POST", "/models/chat/load", json={"node": "large"})).status_code == 503
 
 
+async def test_weights_are_staged_and_nodes_are_drained_by_hand(world: World) -> None:
+    """A tier below the device, checked; a node by name, with the reason; both are told to the loader of that node."""
+    await world.say("a", state="", free=10)
+    answer = await world.call("POST", "/models/chat/stage", json={"tier": "disk"})
+    assert answer.json()["nodes"] == [{"node": "a", "staged": True}]
+    assert world.loader.commands == [("stage", "a:1", "sha256:aa")]
+    assert (await world.call("POST", "/models/chat/stage", json={"tier": "device"})).status_code == 400
+    assert (await world.call("POST", "/nodes/a/drain", json={"reason": "disk"})).json() == {
+        "node": "a",
+        "draining": True,
+    }
+    assert (await world.call("POST", "/nodes/a/resume")).json() == {"node": "a", "draining": False}
+    assert world.maintenance.commands == [("drain", "a:1", "disk"), ("resume", "a:1")]
+    assert (await world.call("POST", "/nodes/none/drain")).status_code == 404
+
+
 async def test_a_model_is_unloaded_from_every_node_that_has_it(world: World) -> None:
     """One node if it is named."""
     await world.say("a")
@@ -362,6 +406,16 @@ async def test_a_cache_that_could_not_be_erased_is_named(world: World) -> None:
     answer = (await world.call("POST", f"/tenants/{ACME}/erase-cache")).json()
     assert not answer["erased"]
     assert [bool(node["error"]) for node in answer["nodes"]] == [False, True]
+
+
+async def test_what_is_stored_of_a_tenant_is_erased(world: World) -> None:
+    """Answers kept for repeated requests: the tenant's, and no other's."""
+    for tenant in (ACME, GLOBEX):
+        await world.answers.claim(tenant, "k", "f", "a")
+    answer = await world.call("POST", f"/tenants/{ACME}/erase-stored")
+    assert answer.json() == {"answers": 1, "files_and_batches": 0}
+    assert isinstance(await world.answers.claim(ACME, "k", "other", "b"), Claimed)
+    assert isinstance(await world.answers.claim(GLOBEX, "k", "other", "b"), Differs)
 
 
 async def test_only_operators_erase(world: World) -> None:
