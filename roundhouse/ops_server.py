@@ -76,6 +76,8 @@ async def serve_http(app: object, host: str, port: int, *, drain_s: float = 5.0)
         access_log=False,
         lifespan="off",
         loop="none",
+        proxy_headers=False,  # nothing here believes what a client says of its address
+        server_header=False,
         timeout_graceful_shutdown=max(1, round(drain_s)),
     )
     server = _Server(config)

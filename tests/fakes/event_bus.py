@@ -68,7 +68,7 @@ class FakeBus:
 
     async def subscribe(self, subject: str, handler: Handler, *, group: str = "", concurrency: int = 1) -> Subscription:
         """Register a handler; `*` and `>` match as in NATS."""
-        listener = _Listener(subject, handler, group, asyncio.Semaphore(concurrency))
+        listener = _Listener(subject, handler, group, asyncio.Semaphore(concurrency or 1))
         self._listeners.append(listener)
         return _FakeSubscription(self._listeners, listener)
 

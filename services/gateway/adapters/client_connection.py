@@ -48,27 +48,40 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None], sen
     """Run `work`; when the client leaves, or reads nothing for `STALL_S_MAX`, cancel it and wait for its clean-up.
 
     The request's body must have been read. Raises what `work` raises; a departure of the client is no error here."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    departure = _Departure(task)
+    watcher = asyncio.create_task(departure.watch(receive, sender))
     try:
-        await _until_over(task, watcher, sender)
+        await work
+    except asyncio.CancelledError:
+        if not departure.happened or task.uncancel() > 0:
+            raise  # somebody else cancelled us, too
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.wait((task,))
-    if not task.cancelled():
-        task.result()
 
 
-async def _until_over(task: "asyncio.Task[None]", watcher: "asyncio.Task[None]", sender: Sender) -> None:
-    """Return when either is done, or when one piece has been stuck for `STALL_S_MAX` (at most twice that)."""
-    stuck_at: int | None = None
-    while True:
-        done, _ = await asyncio.wait((task, watcher), timeout=STALL_S_MAX, return_when=asyncio.FIRST_COMPLETED)
-        if done or (stuck_at is not None and sender.stuck_at == stuck_at):
-            return
-        stuck_at = sender.stuck_at
+class _Departure:
+    """Cancels a task when its client leaves."""
+
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
+        self._task = task
+        self.happened = False
+
+    async def watch(self, receive: Receive, sender: Sender) -> None:
+        """Until the client has left, or has been stuck on one piece for `STALL_S_MAX` (at most twice that)."""
+        stuck_at: int | None = None
+        while True:
+            try:
+                async with asyncio.timeout(STALL_S_MAX):
+                    await _disconnected(receive)
+                break
+            except TimeoutError:
+                if stuck_at is not None and sender.stuck_at == stuck_at:
+                    break
+                stuck_at = sender.stuck_at
+        self.happened = True
+        self._task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

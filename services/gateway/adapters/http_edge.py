@@ -8,12 +8,15 @@ prompts and keys are never logged (invariant 16); labels come from the route tab
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 import structlog
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -86,16 +89,40 @@ class EdgeRoute(Route):
     """A route that tells the edge its pattern, and whose errors are ours."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request whose path matched. Raises WrongMethod."""
+        """Serve a request whose path matched. Raises WrongMethod, and what the endpoint raises: the edge answers it."""
         scope["state"]["route"] = self.path
         if self.methods and scope["method"] not in self.methods:
             raise WrongMethod(f"This path takes {', '.join(sorted(self.methods))}.")
-        await self.app(scope, receive, send)
+        if not iscoroutinefunction(self.endpoint):
+            await self.app(scope, receive, send)
+            return
+        answer: ASGIApp = await self.endpoint(Request(scope, receive, send))
+        await answer(scope, receive, send)
 
 
-def router(routes: Sequence[BaseRoute]) -> Router:
+def router(routes: Sequence[BaseRoute]) -> ASGIApp:
     """The routes as one application, without redirects to other spellings."""
-    return Router(routes, redirect_slashes=False, default=_no_such_route)
+    return _ExactFirst(routes, Router(routes, redirect_slashes=False, default=_no_such_route))
+
+
+class _ExactFirst:
+    """Finds routes without parameters by their path, all others by trying them in turn."""
+
+    def __init__(self, routes: Sequence[BaseRoute], others: Router) -> None:
+        exact = [route for route in routes if isinstance(route, EdgeRoute) and "{" not in route.path]
+        paths = Counter(route.path for route in exact)
+        self._exact = {route.path: route for route in exact if paths[route.path] == 1}
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request. Raises NoSuchRoute, WrongMethod."""
+        route = self._exact.get(scope["path"])
+        if route is None:
+            await self._others(scope, receive, send)
+            return
+        scope["path_params"] = {}
+        scope["endpoint"] = route.endpoint
+        await route.handle(scope, receive, send)
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:

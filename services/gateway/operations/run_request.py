@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import Status, StatusCode
 
 from roundhouse import telemetry
 from roundhouse.clock import Clock
@@ -79,13 +79,7 @@ async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
     run = Run(parts, work, admitted, money)
     parts.observer.started(work.operation, work.model.name)
     error: BaseException | None = None
-    with telemetry.tracer.start_as_current_span(
-        f"{work.operation} {work.name}",
-        kind=SpanKind.INTERNAL,
-        # An exception's text may quote a prompt (invariant 16); its code is an attribute.
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as span:
+    with telemetry.inner_span(f"{work.operation} {work.name}") as span:
         try:
             async with _deadline(parts, run):
                 yield run
@@ -96,7 +90,8 @@ async def run_request(parts: RequestParts, work: Work) -> AsyncIterator[Run]:
             try:
                 await finished_anyway(_leave(parts, run, error))
             finally:  # whoever has the whole answer may hang up while it is being settled
-                span.set_attributes(_span_attributes(run, error))
+                if span.is_recording():
+                    span.set_attributes(_span_attributes(run, error))
                 if error is not None and not run.is_done:
                     span.set_status(Status(StatusCode.ERROR))
 
