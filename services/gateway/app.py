@@ -27,6 +27,7 @@ from services.gateway.adapters.admin_api import admin_app
 from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.adapters.answer_store import RedisAnswerStore
+from services.gateway.adapters.batch_composition import Batches, BatchParts, open_batches
 from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.http_app import public_app
 from services.gateway.adapters.http_requests import RequestReader
@@ -141,7 +142,8 @@ class Gateway:
             KServeService(parts, tensors, signatures, self._readiness, calls),
             NativeService(parts, texts, catalogue, calls),
         )
-        addresses.routes = [*openai.routes(), *kserve.routes()]
+        batches = await self._batches(bus, parts, catalogue, reader)
+        addresses.routes = [*openai.routes(), *batches.routes, *kserve.routes()]
         app = public_app(addresses.routes, self._readiness, keys.identify)
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
@@ -149,6 +151,25 @@ class Gateway:
         self._stack.callback(self._stop_taking_work)
         self._readiness.set("serving", reason=None)
         log.info("gateway_serving", http=addresses.http, ops=addresses.ops)
+
+    async def _batches(
+        self, bus: EventBus, parts: RequestParts, catalogue: CatalogueView, reader: RequestReader
+    ) -> Batches:
+        settings = self._settings
+        given = BatchParts(
+            bus=bus,
+            parts=parts,
+            catalogue=catalogue,
+            codecs=self._world.codecs,
+            reader=reader,
+            lifecycle=self._lifecycle,
+            workers=settings.batch_workers,
+            file_bytes_max=settings.file_bytes_max,
+            tenant_file_bytes_max=settings.tenant_file_bytes_max,
+        )
+        batches = await open_batches(given)
+        self._stack.push_async_callback(batches.workers.stop, settings.drain_seconds)
+        return batches
 
     async def _bus(self) -> EventBus:
         if self._world.bus is not None:

@@ -34,6 +34,9 @@ class GatewaySettings(ServiceSettings):
     metering_url: str = Field(default="", description="http://host:port of metering's query API; empty = no usage API")
     catalogue_file: str = Field(default="", description="catalogue to apply at start; empty = none")
     body_bytes_max: int = Field(default=32 * 1024 * 1024, ge=1024, description="longest request body, bytes")
+    batch_workers: int = Field(default=4, ge=0, le=64, description="batches that this gateway runs at a time; 0 = none")
+    file_bytes_max: int = Field(default=200 * 1024 * 1024, ge=1024, description="longest file of /v1/files, bytes")
+    tenant_file_bytes_max: int = Field(default=2 * 1024**3, ge=1024, description="all files of one tenant, bytes")
     deadline_ms: int = Field(default=120_000, ge=1, description="time a request may take when it names none, ms")
     outbox_dir: str = Field(
         default=".roundhouse/outbox", description="folder of usage events until the stream has them; on a local disk"

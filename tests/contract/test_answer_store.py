@@ -159,7 +159,7 @@ async def test_a_tenant_is_erased(world: World) -> None:
 
 async def test_no_answer_and_no_key_lies_in_the_store_in_the_clear(redis_url: str) -> None:
     """Invariant 16: a dump of the store holds neither the text nor the key it was kept for."""
-    redis = open_redis(redis_url)
+    redis: Any = open_redis(redis_url)
     store = RedisAnswerStore(redis)
     key = "5c0b2f0e-my-key"
     await store.claim(ACME, key, "f", "a")

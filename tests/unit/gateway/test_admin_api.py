@@ -135,6 +135,7 @@ class World:
         self.nodes = BusNodeStates(self.bus, self.clock)
         audit = BusAuditTrail(self.bus, self.clock)
         self.caches = TwoCaches()
+        self.answers = InMemoryAnswerStore(self.clock)
         self.maintenance = KeptMaintenance()
         self.answers = InMemoryAnswerStore(self.clock)
         self._chance = 0
