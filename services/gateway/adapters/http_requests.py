@@ -11,6 +11,7 @@ from services.gateway.ports import Caller
 
 INFERENCE_SCOPE = "inference"
 DEADLINE_HEADER = "x-request-deadline-ms"
+FALLBACK_HEADER = "x-roundhouse-fallback"
 DEADLINE_MS_MAX = 3_600_000  # a guess: an hour is the longest anyone should hold a slot
 
 
@@ -50,11 +51,21 @@ class RequestReader:
     def context(self, request: Request) -> RequestContext:
         """Who asks, under which id, until when. Raises Forbidden, InvalidInput."""
         caller = self.inference_caller(request)
-        return RequestContext(request.scope["state"]["request_id"], caller, self.deadline_unix_ms(request))
+        fallback = _fallback_of(request.headers.get(FALLBACK_HEADER))
+        return RequestContext(request.scope["state"]["request_id"], caller, self.deadline_unix_ms(request), fallback)
 
     def deadline_unix_ms(self, request: Request) -> int:
         """When the request must have ended. Raises InvalidInput for a header that is no positive number."""
         return self._clock.now_ms() + deadline_ms_of(request.headers.get(DEADLINE_HEADER), self._deadline_ms)
+
+
+def _fallback_of(text: str | None) -> bool | None:
+    """Whether a smaller model may answer; None = the header is not there. Raises InvalidInput."""
+    if text is None:
+        return None
+    if text not in ("allow", "never"):
+        raise InvalidInput(f"'{FALLBACK_HEADER}' must be 'allow' or 'never'.", param=FALLBACK_HEADER)
+    return text == "allow"
 
 
 def deadline_ms_of(text: str | None, default: int) -> int:

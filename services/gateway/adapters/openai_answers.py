@@ -19,7 +19,7 @@ from services.gateway.adapters.client_connection import Sender, while_connected
 from services.gateway.adapters.http_edge import fault_fields
 from services.gateway.adapters.http_errors import error_response, internal_error, openai_error
 from services.gateway.adapters.openai_work import Prepared
-from services.gateway.adapters.rate_headers import rate_limit_headers, timing_headers, timings
+from services.gateway.adapters.rate_headers import rate_limit_headers, served_by, timing_headers, timings
 from services.gateway.domain.openai_chunks import (
     DONE,
     ChunkWriter,
@@ -31,7 +31,7 @@ from services.gateway.domain.openai_chunks import (
     joined_logprobs,
     usage_of,
 )
-from services.gateway.domain.outcomes import ClientLeft
+from services.gateway.domain.outcomes import ClientLeft, ServedByOther
 from services.gateway.operations.run import Run, Waiting
 from services.gateway.operations.run_request import RequestParts, run_request
 from services.gateway.ports import EngineChunk
@@ -66,8 +66,18 @@ class GenerationAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. Returns when it is settled, also if the client left."""
         sender = Sender(send)
+        await while_connected(receive, answered(self._produce, sender, scope, receive, send), sender)
+
+    async def _produce(self, sender: Sender) -> None:
         produce = self._stream if self._style.stream else self._whole
-        await while_connected(receive, answered(produce, sender, scope, receive, send), sender)
+        try:
+            await produce(sender)
+        except ServedByOther as other:  # raised before the header is out, and only once: fallbacks do not chain
+            assert self._prepared.instead is not None, "only such a request is redirected"
+            log.info("served_by_fallback", request_id=self._work.request_id, model=self._work.name, by=other.model)
+            self._prepared = await self._prepared.instead(other.model)
+            self._work = self._prepared.work
+            await produce(sender)
 
     async def _stream(self, sender: Sender) -> None:
         writer = ChunkWriter(
@@ -82,7 +92,7 @@ class GenerationAnswer:
             async for piece in run.events():
                 if not sender.started:
                     limits = rate_limit_headers(run.admitted)
-                    await sender.start(200, _EVENT_STREAM + limits)
+                    await sender.start(200, _EVENT_STREAM + limits + served_by(run))
                 if isinstance(piece, Waiting):
                     await sender.body(comment(_waiting_text(piece)))
                 elif isinstance(piece.piece, EngineChunk):
@@ -152,7 +162,7 @@ async def send_json(sender: Sender, run: Run, body: bytes) -> None:
     """Send a whole answer with the limits and times of its run."""
     length = (b"content-length", str(len(body)).encode())
     limits = rate_limit_headers(run.admitted)
-    await sender.start(200, [_JSON, length, *limits, *timing_headers(run)])
+    await sender.start(200, [_JSON, length, *limits, *timing_headers(run), *served_by(run)])
     await sender.body(body, more=False)
 
 

@@ -5,13 +5,16 @@ authenticated tenant alone (invariants 11 and 16).
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from roundhouse.block_keys import prefix_block_keys, tenant_salt
 from roundhouse.catalogue.records import Adapter, Engine, Interface, Model, Tenant
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput
+from roundhouse.vocabulary import RequestId
 from services.gateway.adapters.openai_bodies import (
     EMBEDDING_INPUTS_MAX,
     PROMPTS_MAX,
@@ -56,6 +59,7 @@ class Prepared:
 
     work: Work
     prompts: tuple[Prompt, ...]
+    instead: "Callable[[str], Awaitable[Prepared]] | None" = None  # the same request for the model's fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,14 @@ class OpenAIWork:
         # The template writes the model's special tokens itself.
         [token_ids] = await resolved.codec.encode([text], add_special_tokens=False)
         prompt = Prompt(text, token_ids)
-        return self._generation(
+        prepared = self._generation(
             "chat", context, resolved, [prompt], sampling, CHAT_OUTPUT_TOKENS_DEFAULT, param="messages"
         )
+
+        async def instead(model: str) -> Prepared:
+            return await self.chat(msgspec.structs.replace(body, model=model), _for_fallback(context))
+
+        return replace(prepared, instead=instead)
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> Prepared:
         """Raises InvalidInput, NotFound, Unavailable."""
@@ -103,9 +112,14 @@ class OpenAIWork:
             raise InvalidInput(f"prompts times 'n' may be at most {CALLS_MAX}.", param="n")
         resolved = await self._resolve(body.model, context.caller)
         prompts = await _prompts(given, resolved.codec, "prompt")
-        return self._generation(
+        prepared = self._generation(
             "completion", context, resolved, prompts, sampling, COMPLETION_OUTPUT_TOKENS_DEFAULT, param="prompt"
         )
+
+        async def instead(model: str) -> Prepared:
+            return await self.completion(msgspec.structs.replace(body, model=model), _for_fallback(context))
+
+        return replace(prepared, instead=instead)
 
     async def embedding(self, body: EmbeddingBody, context: RequestContext) -> Prepared:
         """Raises InvalidInput, NotFound, Unavailable."""
@@ -199,6 +213,7 @@ class OpenAIWork:
             calls=tuple(calls),
             choices=choices,
             block_keys=self._block_keys(context.caller, resolved, prompts[0]) if operation != "embedding" else (),
+            fallback_allowed=operation != "embedding" and _may_fall_back(context, resolved),
         )
         return Prepared(work, tuple(prompts))
 
@@ -218,6 +233,18 @@ class OpenAIWork:
         salt = tenant_salt(self._cluster, caller.tenant_id)
         model = _digest_bytes(resolved.model.digest)
         return tuple(prefix_block_keys(salt, model, adapter, BLOCK_TOKENS, prompt.token_ids))
+
+
+def _for_fallback(context: RequestContext) -> RequestContext:
+    """Another id, since the admission under the first one was withdrawn and stays so; fallbacks do not chain."""
+    return replace(context, fallback=False, request_id=RequestId(f"{context.request_id}.f"))
+
+
+def _may_fall_back(context: RequestContext, resolved: _Resolved) -> bool:
+    """An adapter has no fallback: what it was tuned for is in no other model."""
+    if resolved.model.fallback is None or resolved.adapter is not None:
+        return False
+    return resolved.tenant.fallback if context.fallback is None else context.fallback
 
 
 def _digest_bytes(digest: str) -> bytes:

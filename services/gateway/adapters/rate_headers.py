@@ -41,6 +41,11 @@ def timings(run: Run) -> dict[str, int]:
     }
 
 
+def served_by(run: Run) -> list[tuple[bytes, bytes]]:
+    """`x-roundhouse-served-by`: the model that answers, which a fallback makes another one than was asked for."""
+    return [(b"x-roundhouse-served-by", run.work.model.name.encode())]
+
+
 def timing_headers(run: Run) -> list[tuple[bytes, bytes]]:
     """`x-roundhouse-queue-ms`, `-stage-ms` and `-load-ms`."""
     return [

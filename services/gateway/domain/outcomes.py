@@ -37,6 +37,14 @@ def refusal_error(refused: Refused) -> RoundhouseError:
             return CapacityExhausted(message or "The model cannot be served now.", retry_after_ms=retry_after_ms)
 
 
+class ServedByOther(Exception):
+    """The scheduler sends the request to the model's fallback: nothing was spent, and it is to be prepared for that."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"served by {model}: {reason}")
+        self.model = model
+
+
 class ClientLeft(Exception):
     """The client is gone, or has not read for so long that it counts as gone."""
 
@@ -60,5 +68,5 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 def is_departure(error: BaseException) -> bool:
-    """Whether the client ended it. A cancelled task is the client leaving (or this process ending)."""
-    return isinstance(error, ClientLeft) or not isinstance(error, Exception)
+    """Whether it ended without a fault. A cancelled task is the client leaving (or this process ending)."""
+    return isinstance(error, ClientLeft | ServedByOther) or not isinstance(error, Exception)

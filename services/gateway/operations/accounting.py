@@ -34,6 +34,7 @@ class Work:
     calls: tuple[EngineRequest | TensorRequest, ...]
     choices: int = 1
     block_keys: tuple[bytes, ...] = ()
+    fallback_allowed: bool = False  # the scheduler may answer with `ServedByOther`
 
     @property
     def name(self) -> str:

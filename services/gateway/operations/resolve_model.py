@@ -18,6 +18,7 @@ class RequestContext:
     request_id: RequestId
     caller: Caller
     deadline_unix_ms: int
+    fallback: bool | None = None  # whether a smaller model may answer; None = as the tenant's setting says
 
 
 def resolve_model(catalogue: CatalogueView, caller: Caller, name: str) -> tuple[Tenant, Model, Adapter | None]:

@@ -15,7 +15,7 @@ from roundhouse.errors import EngineFailed, Unavailable
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.budgets import Money
-from services.gateway.domain.outcomes import refusal_error
+from services.gateway.domain.outcomes import ServedByOther, refusal_error
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.call_progress import CallProgress, Counts, may_go_on
@@ -117,7 +117,7 @@ class Run:
                 yield event
 
     async def _submit(self, number: int) -> Attempt:
-        """Submit; returns the accepted attempt, raises the refusal."""
+        """Submit; returns the accepted attempt, raises the refusal or ServedByOther."""
         attempt = Attempt(
             request_id=self.work.request_id,
             number=number,
@@ -139,6 +139,9 @@ class Run:
         if reply.WhichOneof("result") == "refused":
             self._parts.attempts.remove(attempt)
             raise refusal_error(reply.refused)
+        if reply.WhichOneof("result") == "redirected":
+            self._parts.attempts.remove(attempt)
+            raise ServedByOther(reply.redirected.model, reply.redirected.reason)
         attempt.position = reply.accepted.position
         attempt.estimated_wait_ms = reply.accepted.estimated_wait_ms
         attempt.cold = reply.accepted.cold
@@ -371,6 +374,7 @@ def _submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: in
         deadline_unix_ms=work.deadline_unix_ms,
         block_keys=work.block_keys,
         pool=attempt.pool,
+        fallback_allowed=work.fallback_allowed and attempt.number == 1,
     )
 
 

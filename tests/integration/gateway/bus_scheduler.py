@@ -17,6 +17,7 @@ class BusScheduler:
     placement: wire.Placement
     grants_at_once: bool = True
     refused: wire.Refused | None = None
+    fallbacks: dict[str, wire.Redirected] = field(default_factory=dict)  # by model, where the request allows it
     accepted: wire.Accepted = field(default_factory=lambda: wire.Accepted(position=0, estimated_wait_ms=500))
     submitted: list[wire.SubmitRequest] = field(default_factory=list)
     cancelled: list[wire.Cancel] = field(default_factory=list)
@@ -64,6 +65,8 @@ class BusScheduler:
         self.submitted.append(request)
         if self.refused is not None:
             return wire.SubmitReply(refused=self.refused).SerializeToString()
+        if request.fallback_allowed and request.model in self.fallbacks:
+            return wire.SubmitReply(redirected=self.fallbacks[request.model]).SerializeToString()
         if self.grants_at_once:
             task = asyncio.create_task(self._grant_soon(request))
             self._tasks.add(task)
