@@ -17,6 +17,7 @@ WORK_EXPLAIN = f"{_PREFIX}.work.explain"
 FORECAST = f"{_PREFIX}.scheduler.forecast"
 CATALOGUE_CHANGED = f"{_PREFIX}.catalogue.changed"
 NODE_STATES = f"{_PREFIX}.node.*.state"
+NODES_LOST = f"{_PREFIX}.node.*.lost"
 KV_BLOCKS = f"{_PREFIX}.kv.*.blocks"
 
 SCHEDULER_GROUP = "scheduler"
@@ -48,6 +49,11 @@ def gateway_grant(gateway_id: str) -> str:
 def node_state(node_id: str) -> str:
     """Where one node's loader says what is loaded."""
     return f"{_PREFIX}.node.{encode_token(node_id)}.state"
+
+
+def node_lost(node_id: str) -> str:
+    """Where gateways say that they have lost one node."""
+    return f"{_PREFIX}.node.{encode_token(node_id)}.lost"
 
 
 def kv_blocks(node_id: str) -> str:

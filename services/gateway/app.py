@@ -207,7 +207,7 @@ class Gateway:
         self._stack.push_async_callback(holds.close)
         attempts = Attempts(settings.instance_id)
         settlements = Settlements(admission)
-        scheduler = BusScheduler(bus)
+        scheduler = BusScheduler(bus, settings.instance_id, world.clock)
         outbox = await self._outbox(bus, scheduler)
         grants = await receive_grants(bus, settings.instance_id, attempts)
         self._stack.push_async_callback(grants.stop)

@@ -107,6 +107,10 @@ class SchedulerGateway(Protocol):
         """Release the slot and settle the service; repeated by `heartbeat`. Raises Unavailable."""
         ...
 
+    async def lost(self, node_id: str) -> None:
+        """Have every scheduler leave a node out for a moment. Raises Unavailable."""
+        ...
+
     async def heartbeat(self, heartbeat: scheduling_pb2.Heartbeat) -> None:
         """Renew all leases of this gateway. Raises Unavailable."""
         ...
@@ -169,6 +173,10 @@ class TensorReply:
 
 class InstanceBroken(EngineFailed):
     """The instance is dead: no request will work there until its model is unloaded and loaded again."""
+
+
+class NodeLost(EngineFailed):
+    """The connection to the node broke off, or could not be made: another node may run the request."""
 
 
 class InferenceNode(Protocol):

@@ -11,6 +11,7 @@ from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.adapters.scheduler_bus import BusScheduler, receive_grants
 from services.gateway.operations.attempts import Attempts
 from services.gateway.ports import SchedulerGateway
+from tests.fakes.clock import ManualClock
 from tests.fakes.event_bus import FakeBus
 from tests.fakes.scheduler_gateway import FakeScheduler
 from tests.integration.gateway import bus_scheduler
@@ -43,7 +44,7 @@ async def side(request: pytest.FixtureRequest) -> AsyncIterator[Side]:
     scheduler = bus_scheduler.BusScheduler(bus, UNUSED_PLACEMENT, grants_at_once=False)
     await scheduler.start()
     grants = await receive_grants(bus, "g1", Attempts("g1"))
-    yield Side(BusScheduler(bus), scheduler, scheduler.stop)
+    yield Side(BusScheduler(bus, "g1", ManualClock()), scheduler, scheduler.stop)
     await grants.stop()
 
 
@@ -57,14 +58,16 @@ async def test_a_submit_is_answered_with_a_decision(side: Side) -> None:
 
 
 async def test_what_is_told_is_heard(side: Side) -> None:
-    """Cancel, finish and heartbeat arrive as they were sent."""
+    """Cancel, finish, heartbeat and the loss of a node arrive as they were sent."""
     cancel = wire.Cancel(request_id="r1", attempt=1)
     finished = wire.Finished(request_id="r1", attempt=1, output_tokens=3)
     heartbeat = wire.Heartbeat(gateway_id="g1", finished=[finished])
     await side.gateway.cancel(cancel)
     await side.gateway.finished(finished)
     await side.gateway.heartbeat(heartbeat)
+    await side.gateway.lost("node-1")
     await until(lambda: bool(side.heard.cancelled and side.heard.finishes and side.heard.heartbeats))
+    await until(lambda: side.heard.nodes_lost == ["node-1"])
     assert side.heard.cancelled == [cancel]
     assert side.heard.finishes == [finished]
     assert side.heard.heartbeats == [heartbeat]

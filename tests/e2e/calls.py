@@ -46,18 +46,23 @@ class Stream:
 
 
 @contextmanager
-def opened(mesh: Mesh, model: str, tenant: str = "acme", *, max_tokens: int = 32) -> Iterator[tuple[Stream, Any]]:
-    """An open stream and an iterator that fills it event by event. Raises AssertionError unless the status is 200."""
-    body = {
+def opened(
+    mesh: Mesh, model: str, tenant: str = "acme", *, max_tokens: int = 32, body: dict[str, Any] | None = None
+) -> Iterator[tuple[Stream, Any]]:
+    """An open stream and an iterator that fills it event by event. Raises AssertionError unless the status is 200.
+
+    `body` adds to the request, or replaces what is in it."""
+    whole = {
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": max_tokens,
         "messages": [{"role": "user", "content": "hello"}],
+        **(body or {}),
     }
     headers = {"Authorization": f"Bearer {mesh.keys[tenant]}"}
     with httpx.stream(
-        "POST", f"{mesh.http_url}/v1/chat/completions", json=body, headers=headers, timeout=60
+        "POST", f"{mesh.http_url}/v1/chat/completions", json=whole, headers=headers, timeout=60
     ) as response:
         assert response.status_code == 200, response.read()
         stream = Stream(response.headers["x-request-id"])
@@ -78,10 +83,17 @@ def _events(response: httpx.Response, stream: Stream) -> Iterator[dict[str, Any]
 
 
 def streamed(
-    mesh: Mesh, model: str, tenant: str = "acme", *, max_tokens: int = 32, after: int = 3, act: Callable[[], None]
+    mesh: Mesh,
+    model: str,
+    tenant: str = "acme",
+    *,
+    max_tokens: int = 32,
+    after: int = 3,
+    act: Callable[[], None],
+    body: dict[str, Any] | None = None,
 ) -> Stream:
     """Stream an answer; call `act` once when `after` events have come."""
-    with opened(mesh, model, tenant, max_tokens=max_tokens) as (stream, events):
+    with opened(mesh, model, tenant, max_tokens=max_tokens, body=body) as (stream, events):
         for count, _ in enumerate(events, start=1):
             if count == after:
                 act()

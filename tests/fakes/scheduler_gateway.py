@@ -24,6 +24,7 @@ class FakeScheduler:
     cancelled: list[wire.Cancel] = field(default_factory=list)
     finishes: list[wire.Finished] = field(default_factory=list)
     heartbeats: list[wire.Heartbeat] = field(default_factory=list)
+    nodes_lost: list[str] = field(default_factory=list)
     wanted: list[bool] = field(default_factory=list)
 
     async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
@@ -65,6 +66,11 @@ class FakeScheduler:
         """See `SchedulerGateway.finished`."""
         self._check()
         self.finishes.append(finished)
+
+    async def lost(self, node_id: str) -> None:
+        """See `SchedulerGateway.lost`."""
+        self._check()
+        self.nodes_lost.append(node_id)
 
     async def heartbeat(self, heartbeat: wire.Heartbeat) -> None:
         """See `SchedulerGateway.heartbeat`."""

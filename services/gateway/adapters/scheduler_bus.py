@@ -6,8 +6,10 @@ Source: ARCHITECTURE.md, "NATS subjects".
 from google.protobuf.message import DecodeError
 
 from roundhouse import subjects
+from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus, Message, Subscription
+from roundhouse.wire.v1 import loading_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.attempts import Attempts
 
@@ -18,8 +20,10 @@ GRANT_HANDLERS = 64  # delivering is a dictionary look-up; this only bounds a fl
 class BusScheduler:
     """See `SchedulerGateway`."""
 
-    def __init__(self, bus: EventBus) -> None:
+    def __init__(self, bus: EventBus, gateway_id: str, clock: Clock) -> None:
         self._bus = bus
+        self._gateway_id = gateway_id
+        self._clock = clock
 
     async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
         """See `SchedulerGateway.submit`. Raises Unavailable also for an empty or unreadable reply."""
@@ -39,6 +43,12 @@ class BusScheduler:
     async def finished(self, finished: wire.Finished) -> None:
         """See `SchedulerGateway.finished`."""
         await self._bus.publish(subjects.WORK_FINISHED, finished.SerializeToString())
+
+    async def lost(self, node_id: str) -> None:
+        """See `SchedulerGateway.lost`."""
+        now_ms = self._clock.now_ms()
+        lost = loading_pb2.NodeLost(node_id=node_id, gateway_id=self._gateway_id, sent_unix_ms=now_ms)
+        await self._bus.publish(subjects.node_lost(node_id), lost.SerializeToString())
 
     async def heartbeat(self, heartbeat: wire.Heartbeat) -> None:
         """See `SchedulerGateway.heartbeat`."""

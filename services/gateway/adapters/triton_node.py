@@ -20,12 +20,12 @@ from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 from roundhouse.errors import DeadlinePassed, EngineFailed, InvalidInput
 from roundhouse.grpc_edge import open_channel
 from roundhouse.wire.v1.scheduling_pb2 import Placement
-from services.gateway.adapters.node_call import DEADLINE_EXCEEDED, Call, CallFailed
+from services.gateway.adapters.node_call import DEADLINE_EXCEEDED, UNAVAILABLE, Call, CallFailed
 from services.gateway.adapters.node_connection import NodeConnection
 from services.gateway.adapters.silent_streams import InstanceWatches, StreamWatch, says_dead
 from services.gateway.adapters.triton_chunks import ChunkReading
 from services.gateway.adapters.triton_tensors import generate_message, infer_message, reply_of
-from services.gateway.ports import EngineChunk, EngineRequest, InstanceBroken, TensorReply, TensorRequest
+from services.gateway.ports import EngineChunk, EngineRequest, InstanceBroken, NodeLost, TensorReply, TensorRequest
 
 log = structlog.get_logger(__name__)
 
@@ -147,6 +147,8 @@ def _raise(error: grpc.aio.AioRpcError, placement: Placement) -> NoReturn:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         raise DeadlinePassed("The deadline of the request passed.") from error
     log.warning("node_failed", node=placement.node_id, model=placement.triton_model_name, status=error.code().name)
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        raise NodeLost("The node that ran the request failed.") from error
     raise EngineFailed("The node that ran the request failed.") from error
 
 
@@ -155,4 +157,6 @@ def _raise_failed(error: Exception, placement: Placement) -> NoReturn:
     if status == DEADLINE_EXCEEDED:
         raise DeadlinePassed("The deadline of the request passed.") from error
     log.warning("node_failed", node=placement.node_id, model=placement.triton_model_name, status=status)
+    if status is None or status == UNAVAILABLE:
+        raise NodeLost("The node that ran the request failed.") from error
     raise EngineFailed("The node that ran the request failed.") from error

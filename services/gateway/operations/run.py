@@ -6,23 +6,30 @@ Invariants 1 and 13: `finish` closes an attempt once, and the counts it reports 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
 from roundhouse.errors import EngineFailed, Unavailable
-from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.budgets import Money
-from services.gateway.domain.outcomes import ServedByOther, refusal_error
+from services.gateway.domain.outcomes import refusal_error
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.call_progress import CallProgress, Counts, may_go_on
 from services.gateway.operations.engine_streams import Produced, produced_by
 from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
-from services.gateway.ports import Admitted, EngineRequest, HeldBlocks, InferenceNode, TensorReply, TensorRequest
+from services.gateway.operations.submission import placed, pool_of, submit_request
+from services.gateway.ports import (
+    Admitted,
+    EngineRequest,
+    HeldBlocks,
+    InferenceNode,
+    NodeLost,
+    TensorReply,
+)
 
 if TYPE_CHECKING:
     from services.gateway.operations.run_request import RequestParts
@@ -117,7 +124,7 @@ class Run:
                 yield event
 
     async def _submit(self, number: int) -> Attempt:
-        """Submit; returns the accepted attempt, raises the refusal or ServedByOther."""
+        """Submit; returns the accepted attempt, raises the refusal."""
         attempt = Attempt(
             request_id=self.work.request_id,
             number=number,
@@ -129,7 +136,7 @@ class Run:
         self._parts.attempts.add(attempt)
         try:
             reply = await self._submitted(
-                _submit_request(self.work, attempt, self._parts.gateway_id, self.output_tokens)
+                submit_request(self.work, attempt, self._parts.gateway_id, self.output_tokens)
             )
         except Unavailable:
             # It may be queued after all: take it out. A grant for it would be answered "not wanted".
@@ -139,9 +146,6 @@ class Run:
         if reply.WhichOneof("result") == "refused":
             self._parts.attempts.remove(attempt)
             raise refusal_error(reply.refused)
-        if reply.WhichOneof("result") == "redirected":
-            self._parts.attempts.remove(attempt)
-            raise ServedByOther(reply.redirected.model, reply.redirected.reason)
         attempt.position = reply.accepted.position
         attempt.estimated_wait_ms = reply.accepted.estimated_wait_ms
         attempt.cold = reply.accepted.cold
@@ -177,7 +181,7 @@ class Run:
         attempt.node_id = grant.placements[0].node_id
         self._begin_journal(attempt)
         pending = [index for index, each in enumerate(self._progress) if not each.ended]
-        calls = [_placed(self._progress[index].resumed(self.work.calls[index]), grant) for index in pending]
+        calls = [placed(self._progress[index].resumed(self.work.calls[index]), grant) for index in pending]
         timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
         produced = produced_by(self._node_of(attempt, grant), grant.placements[-1], calls, timeout_ms)
         first = asyncio.ensure_future(_next_or_none(produced))
@@ -267,6 +271,8 @@ class Run:
             self.cost_micro += self._money.tariff.cost_micro(*counts)
         self._before = self._before.plus(attempt)
         now_ms = self._parts.clock.now_ms()
+        if isinstance(error, NodeLost):  # before the slot is free: the next attempt must not be sent there again
+            await self._quietly(self._parts.scheduler.lost(attempt.node_id))
         await self._parts.usage.record(usage_event(self.work, ending, self._parts.cluster, now_ms))
         if attempt.grant is not None:
             finished = finished_message(ending)
@@ -350,38 +356,6 @@ class Run:
     def queue_ms(self) -> int:
         """Wait in the queue, without staging and loading."""
         return self.grant.queue_ms if self.grant else 0
-
-
-def pool_of(work: Work) -> PoolName:
-    """Where the request is placed: the tenant's own nodes if it is isolated, else the model's pool."""
-    return work.tenant.pool_of(work.model)
-
-
-def _submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int) -> wire.SubmitRequest:
-    return wire.SubmitRequest(
-        request_id=work.request_id,
-        attempt=attempt.number,
-        gateway_id=gateway_id,
-        tenant_id=work.caller.tenant_id,
-        key_id=work.caller.key_id,
-        model=work.model.name,
-        model_digest=work.model.digest,
-        adapter=work.adapter.name if work.adapter else "",
-        adapter_digest=work.adapter.digest if work.adapter else "",
-        priority_class=work.tenant.priority_class.to_wire(),
-        input_tokens=work.input_tokens,
-        max_output_tokens=work.max_output_tokens - generated,
-        deadline_unix_ms=work.deadline_unix_ms,
-        block_keys=work.block_keys,
-        pool=attempt.pool,
-        fallback_allowed=work.fallback_allowed and attempt.number == 1,
-    )
-
-
-def _placed(call: EngineRequest | TensorRequest, grant: wire.Grant) -> EngineRequest | TensorRequest:
-    if isinstance(call, EngineRequest) and call.adapter_digest:
-        return replace(call, adapter_path=grant.adapter_path)
-    return call
 
 
 async def _next_or_none(produced: AsyncIterator[Produced]) -> Produced | None:

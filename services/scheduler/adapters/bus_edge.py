@@ -11,7 +11,7 @@ from roundhouse import subjects
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus, Message, Subscription
-from roundhouse.vocabulary import GatewayId
+from roundhouse.vocabulary import GatewayId, NodeId
 from roundhouse.wire.v1 import kv_pb2, loading_pb2, usage_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.scheduler.operations.blocks import BlockFollower
@@ -87,6 +87,7 @@ class BusHandlers:
         }
         subscriptions = [
             await self._bus.subscribe(subjects.NODE_STATES, self._on_node_state),
+            await self._bus.subscribe(subjects.NODES_LOST, self._on_node_lost),
             await self._bus.subscribe(subjects.KV_BLOCKS, self._on_blocks),
         ]
         for subject, handler in shared.items():
@@ -147,6 +148,13 @@ class BusHandlers:
             _log_unreadable(message)
             return None
         return self._waits.explain(request, self._clock.now_ms()).SerializeToString()
+
+    async def _on_node_lost(self, message: Message) -> bytes | None:
+        try:
+            self._nodes.lost(NodeId(loading_pb2.NodeLost.FromString(message.data).node_id))
+        except DecodeError:
+            _log_unreadable(message)
+        return None
 
     async def _on_node_state(self, message: Message) -> bytes | None:
         try:

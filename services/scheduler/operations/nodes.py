@@ -16,6 +16,7 @@ from services.scheduler.domain.records import VersionKey, version_key
 
 STALE_MS = 1_800  # three missed periods of a loader (0.5 s) and a margin; noticed within 2 s (see `Pools.view`)
 GRACE_MS = 10_000  # a guess: a loader restarts in less, and a gateway's client waits that long
+SUSPECT_MS = 2_000  # a loader finds its dead Triton within this
 STARTS_MOST = 10_000  # versions whose last start is remembered
 SLEPT_MS = 1_000  # this process ran nothing for so long: it was frozen, or its machine was; four missed ticks
 DAZED_MS = 2_000  # how long it then waits at most for a node's fresh word: two periods
@@ -59,6 +60,7 @@ class NodeRegistry:
         """What the last start of a version took on whichever node, without staging."""
         self.revision = 0
         """Rises with every state that changed a view."""
+        self._suspect_until_ms: dict[NodeId, int] = {}
         self._awake_ms = 0
         self._woke_ms = -DAZED_MS
         self._fresh = True
@@ -82,6 +84,12 @@ class NodeRegistry:
             self._note_starts(heard.view)
             for listener in self._listeners:
                 listener(heard.view.pool)
+
+    def lost(self, node_id: NodeId) -> None:
+        """A gateway has lost a node: leave it out for a moment, in which its loader would say so too."""
+        if node_id in self._heard:
+            self._suspect_until_ms[node_id] = self._clock.now_ms() + SUSPECT_MS
+            self.revision += 1
 
     def note_awake(self) -> None:
         """This process runs. To be called several times a second: a long pause between two calls means it slept."""
@@ -111,7 +119,9 @@ class NodeRegistry:
         """The nodes of a pool, by id."""
         now_ms = self._clock.now_ms()
         self._forget(now_ms)
-        return tuple(_with_health(heard, now_ms) for _, heard in sorted(self._heard.items()) if heard.view.pool == pool)
+        return tuple(
+            self._with_health(heard, now_ms) for _, heard in sorted(self._heard.items()) if heard.view.pool == pool
+        )
 
     def pools(self) -> set[PoolName]:
         """Pools that have a node."""
@@ -131,7 +141,14 @@ class NodeRegistry:
     def any_healthy(self) -> bool:
         """Whether some node takes work."""
         now_ms = self._clock.now_ms()
-        return any(_with_health(heard, now_ms).healthy for heard in self._heard.values())
+        return any(self._with_health(heard, now_ms).healthy for heard in self._heard.values())
+
+    def _with_health(self, heard: _Heard, now_ms: int) -> NodeView:
+        view = heard.view
+        suspect = self._suspect_until_ms.get(view.node_id, 0) > now_ms
+        if not view.healthy or (not suspect and now_ms - heard.heard_ms < STALE_MS):
+            return view
+        return replace(view, healthy=False, quiet=now_ms - heard.heard_ms < GRACE_MS)
 
     def _note_starts(self, node: NodeView) -> None:
         for each in node.instances:
@@ -144,19 +161,13 @@ class NodeRegistry:
     def _forget(self, now_ms: int) -> None:
         for node_id in [each for each, heard in self._heard.items() if now_ms - heard.heard_ms > FORGET_MS]:
             del self._heard[node_id]
+            self._suspect_until_ms.pop(node_id, None)
 
 
 def _is_newer(state: loading_pb2.NodeState, known: loading_pb2.NodeState) -> bool:
     if state.incarnation == known.incarnation:
         return state.sequence > known.sequence
     return state.sent_unix_ms >= known.sent_unix_ms
-
-
-def _with_health(heard: _Heard, now_ms: int) -> NodeView:
-    view = heard.view
-    if not view.healthy or now_ms - heard.heard_ms < STALE_MS:
-        return view
-    return replace(view, healthy=False, quiet=now_ms - heard.heard_ms < GRACE_MS)
 
 
 def _view(state: loading_pb2.NodeState) -> NodeView:

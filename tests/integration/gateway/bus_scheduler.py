@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from roundhouse import subjects
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus, Message, Subscription
+from roundhouse.wire.v1 import loading_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 
 
@@ -23,6 +24,7 @@ class BusScheduler:
     cancelled: list[wire.Cancel] = field(default_factory=list)
     finishes: list[wire.Finished] = field(default_factory=list)
     heartbeats: list[wire.Heartbeat] = field(default_factory=list)
+    nodes_lost: list[str] = field(default_factory=list)
     acknowledged: list[bool] = field(default_factory=list)
     _running: list[Subscription] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -35,6 +37,7 @@ class BusScheduler:
             await self.bus.subscribe(subjects.WORK_CANCEL, self._on_cancel, group=group),
             await self.bus.subscribe(subjects.WORK_FINISHED, self._on_finished, group=group),
             await self.bus.subscribe(subjects.WORK_HEARTBEAT, self._on_heartbeat, group=group),
+            await self.bus.subscribe(subjects.NODES_LOST, self._on_node_lost),
         ]
 
     async def stop(self) -> None:
@@ -78,6 +81,9 @@ class BusScheduler:
 
     async def _on_cancel(self, message: Message) -> None:
         self.cancelled.append(wire.Cancel.FromString(message.data))
+
+    async def _on_node_lost(self, message: Message) -> None:
+        self.nodes_lost.append(loading_pb2.NodeLost.FromString(message.data).node_id)
 
     async def _on_finished(self, message: Message) -> None:
         self.finishes.append(wire.Finished.FromString(message.data))

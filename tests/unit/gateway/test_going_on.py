@@ -11,7 +11,7 @@ from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.call_progress import token_ids_of
 from services.gateway.operations.engine_streams import Produced
 from services.gateway.operations.run import RunEvent
-from services.gateway.ports import EngineChunk, EngineRequest
+from services.gateway.ports import EngineChunk, EngineRequest, NodeLost
 from tests.unit.gateway.gateway_world import GatewayWorld
 from tests.unit.gateway.scenarios import billed, collect, in_world
 
@@ -39,6 +39,7 @@ def test_a_stream_whose_node_dies_goes_on_from_its_tokens() -> None:
     async def scenario(world: GatewayWorld) -> None:
         world.node.fail_after, world.node.failures_left = 2, 1
         events = await collected(world, output_tokens=5)
+        assert world.scheduler.nodes_lost == [], "an engine's own failure says nothing about its node"
         assert text_of(events) == "tok0 tok1 tok2 tok3 tok4 "
         pieces = [each for each in events if isinstance(each, Produced)]
         assert [each.seen_before for each in pieces] == [False, True, True, True, True]
@@ -51,6 +52,18 @@ def test_a_stream_whose_node_dies_goes_on_from_its_tokens() -> None:
     assert [event.id for event in world.usage.recorded] == ["r1/1", "r1/2"]
     assert [submit.max_output_tokens for submit in world.scheduler.submitted] == [5, 3]
     assert [finish.output_tokens for finish in world.scheduler.finishes] == [2, 3]
+
+
+def test_a_lost_node_is_told_before_the_next_attempt() -> None:
+    """The connection breaks off: every scheduler hears which node it was, once, so the next attempt goes elsewhere."""
+
+    async def scenario(world: GatewayWorld) -> None:
+        world.node.fail_after, world.node.failures_left = 2, 1
+        world.node.failure = NodeLost("The node that ran the request failed.")
+        await collected(world, output_tokens=5)
+        assert world.scheduler.nodes_lost == ["node-1"]
+
+    in_world(scenario)
 
 
 def test_of_two_choices_only_the_unfinished_one_goes_on() -> None:

@@ -55,6 +55,21 @@ def test_a_silent_node_is_out_within_two_seconds_and_forgotten_later() -> None:
     assert registry.nodes(POOL) == ()
 
 
+def test_a_node_that_a_gateway_lost_is_left_out_for_two_seconds() -> None:
+    """Its loader's words do not help meanwhile: it may not have seen it yet. Of an unknown node nothing is kept."""
+    clock = ManualClock()
+    registry = NodeRegistry(clock)
+    registry.observe(state(1))
+    registry.lost(NodeId("n1"))
+    registry.lost(NodeId("n2"))
+    health = [registry.any_healthy]
+    for sequence in (2, 3, 4, 5):
+        clock.advance(500)
+        registry.observe(state(sequence))
+        health.append(registry.any_healthy)
+    assert health == [False, False, False, False, True]
+
+
 def test_only_real_changes_wake_the_listeners() -> None:
     """The same words a second later wake nobody."""
     heard: list[PoolName] = []

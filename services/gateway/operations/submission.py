@@ -1,0 +1,40 @@
+"""What the scheduler is told of a request, and what an engine is told of its grant. No I/O."""
+
+from dataclasses import replace
+
+from roundhouse.vocabulary import PoolName
+from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.gateway.operations.accounting import Work
+from services.gateway.operations.attempts import Attempt
+from services.gateway.ports import EngineRequest, TensorRequest
+
+
+def pool_of(work: Work) -> PoolName:
+    """Where the request is placed: the tenant's own nodes if it is isolated, else the model's pool."""
+    return work.tenant.pool_of(work.model)
+
+
+def submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int) -> wire.SubmitRequest:
+    return wire.SubmitRequest(
+        request_id=work.request_id,
+        attempt=attempt.number,
+        gateway_id=gateway_id,
+        tenant_id=work.caller.tenant_id,
+        key_id=work.caller.key_id,
+        model=work.model.name,
+        model_digest=work.model.digest,
+        adapter=work.adapter.name if work.adapter else "",
+        adapter_digest=work.adapter.digest if work.adapter else "",
+        priority_class=work.tenant.priority_class.to_wire(),
+        input_tokens=work.input_tokens,
+        max_output_tokens=work.max_output_tokens - generated,
+        deadline_unix_ms=work.deadline_unix_ms,
+        block_keys=work.block_keys,
+        pool=attempt.pool,
+    )
+
+
+def placed(call: EngineRequest | TensorRequest, grant: wire.Grant) -> EngineRequest | TensorRequest:
+    if isinstance(call, EngineRequest) and call.adapter_digest:
+        return replace(call, adapter_path=grant.adapter_path)
+    return call
