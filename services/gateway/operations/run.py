@@ -14,7 +14,7 @@ import structlog
 from roundhouse.errors import EngineFailed, Unavailable
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.budgets import Money
-from services.gateway.domain.outcomes import refusal_error
+from services.gateway.domain.outcomes import ServedByOther, refusal_error
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.call_progress import CallProgress, Counts, may_go_on
@@ -124,7 +124,7 @@ class Run:
                 yield event
 
     async def _submit(self, number: int) -> Attempt:
-        """Submit; returns the accepted attempt, raises the refusal."""
+        """Submit; returns the accepted attempt, raises the refusal or ServedByOther."""
         attempt = Attempt(
             request_id=self.work.request_id,
             number=number,
@@ -146,6 +146,9 @@ class Run:
         if reply.WhichOneof("result") == "refused":
             self._parts.attempts.remove(attempt)
             raise refusal_error(reply.refused)
+        if reply.WhichOneof("result") == "redirected":
+            self._parts.attempts.remove(attempt)
+            raise ServedByOther(reply.redirected.model, reply.redirected.reason)
         attempt.position = reply.accepted.position
         attempt.estimated_wait_ms = reply.accepted.estimated_wait_ms
         attempt.cold = reply.accepted.cold

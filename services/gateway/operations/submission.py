@@ -31,6 +31,7 @@ def submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int
         deadline_unix_ms=work.deadline_unix_ms,
         block_keys=work.block_keys,
         pool=attempt.pool,
+        fallback_allowed=work.fallback_allowed and attempt.number == 1,
     )
 
 
