@@ -70,3 +70,8 @@ def admin_access() -> tuple[str | None, str | None]:
 def test_infrastructure() -> str:
     """How tests get NATS, Valkey and PostgreSQL: `programs` (the default) or `containers`."""
     return os.environ.get("ROUNDHOUSE_TEST_INFRA") or "programs"
+
+
+def kill_tests_wanted() -> str:
+    """How many parts a test of kills kills at how many steps: `sample` (the default) or `all`."""
+    return os.environ.get("ROUNDHOUSE_TEST_KILLS") or "sample"

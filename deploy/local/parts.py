@@ -77,6 +77,7 @@ class ClusterOptions:
     log_level: str = "info"
     drain_seconds: int = 10
     metering_replicas: int = 1
+    ledger_url: str = ""  # empty = SQLite in the cluster's folder
     profile: Profile = Profile.MIXED
 
 
@@ -178,7 +179,7 @@ class _ServiceMaker:
     def metering(self, port: int) -> list[Part]:
         """Metering on a SQLite ledger."""
         settings = {
-            "LEDGER_URL": f"sqlite:///{self._home.data / 'ledger.sqlite3'}",
+            "LEDGER_URL": self._options.ledger_url or f"sqlite:///{self._home.data / 'ledger.sqlite3'}",
             "HTTP_PORT": str(port),
         }
         return [self.service("metering", "metering", Tier.MEMORY, port, settings)]

@@ -1,0 +1,283 @@
+"""kill -9 of each part at each step of streaming requests: streamed = recorded = billed, none lost or twice.
+
+A whole mesh on this machine, with a model that takes 20 ms a token; eight clients. Each part in turn is killed while a
+marked request stands at each step (`kill_load.STEPS`), by a seed, and started again as its supervisor would. What
+"equal" means for a stream whose own gateway was killed: see `kill_books`. tests/e2e/test_kill_matrix.py runs a part.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import yaml
+from nats.js.api import ConsumerConfig, DeliverPolicy
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kill_books import PIECE_TOKENS_MAX, Row, Tally, billed_by_request, tally
+from benchmarks.kill_load import STEPS, Load, Mark
+from benchmarks.report import Figure, Goal, Report
+from deploy.local.parts import ClusterOptions
+from roundhouse import subjects
+from roundhouse.event_bus import NatsBus
+from roundhouse.wire.v1.usage_pb2 import RatedRecord
+from tests import infra
+from tests.builders.checkpoints import knob_model
+from tests.e2e.mesh import Mesh, mesh_running
+
+NAME = "killmatrix"
+DESCRIPTION = "kill -9 of each part at each step of 500 requests: streamed = ledger = billing stream"
+
+PARTS: Final = ("gateway", "scheduler", "nats", "metering", "database")
+MODEL_BYTES: Final = 20 * 2**20
+SETTLE_S: Final = 60.0  # for the books after the last request of a block
+LEASE_S: Final = 13.0  # until the scheduler has settled what a killed gateway had: its own event must then not add
+GENEROUS: Final = {"requests_per_minute": 100_000, "tokens_per_minute": 100_000_000, "concurrent_requests": 256}
+OPTIONS: Final = ClusterOptions(
+    nodes=1,
+    device_bytes=2 * MODEL_BYTES,
+    arena_bytes=16 * 2**20,
+    http_port=0,
+    grpc_port=0,
+    admin_port=0,
+    cluster="kill",
+    drain_seconds=3,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is done. `requests` of one part."""
+
+    requests: int
+    parts: Sequence[str]
+    steps: Sequence[str]
+    seed: int
+
+
+@dataclass(slots=True)
+class Arena:
+    """A mesh, and its database if that is a server of its own."""
+
+    mesh: Mesh
+    database: infra.FaultyServer | None
+
+    def kill(self, part: str) -> None:
+        """SIGKILL, then start again on the same data and wait until it is ready."""
+        if part == "database":
+            assert self.database is not None
+            self.database.kill()
+            self.database.start()
+        else:
+            self.mesh.kill(part)
+            self.mesh.restart(part)
+
+
+@contextmanager
+def arena_running(ledger: str) -> Iterator[Arena]:
+    """A mesh of its own, gone afterwards. `ledger`: "postgresql" or "sqlite"."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rh-kill-")))
+        database = stack.enter_context(infra.postgres_running()) if ledger == "postgresql" else None
+        options = OPTIONS
+        if database is not None:
+            values = {each.name: getattr(OPTIONS, each.name) for each in fields(OPTIONS)}
+            options = ClusterOptions(**{**values, "ledger_url": database.url})
+        mesh = stack.enter_context(mesh_running(folder / "home", options, _catalogue(folder)))
+        yield Arena(mesh, database)
+
+
+def _catalogue(folder: Path) -> Path:
+    story = knob_model(folder / "story", tokens=32, token_interval_ms=20)
+    model = {
+        "name": "story",
+        "source": {"path": str(story)},
+        "engine": "triton",
+        "interface": "llm",
+        "context_tokens": 2048,
+        "slots": 8,
+        "memory": {"device": MODEL_BYTES, "kv_pool_tokens": 4096},
+        "price": {"id": "p1", "input": "1", "output": "2"},
+    }
+    path = folder / "catalogue.yaml"
+    declared = {"version": 1, "tenants": [{"name": "acme", "limits": GENEROUS}], "models": [model]}
+    path.write_text(yaml.safe_dump(declared, sort_keys=False))
+    return path
+
+
+async def matrix(arena: Arena, plan: Plan) -> list[Tally]:
+    """One line for each part of the plan; asserts nothing."""
+    chance = random.Random(plan.seed)
+    books = _Books(arena.mesh)
+    await books.news()  # what others did before is not ours
+    lines = []
+    for part in plan.parts:
+        load = Load(arena.mesh.http_url, arena.mesh.keys["acme"], "story", chance)
+        marks = [Mark(step, lambda name=part: asyncio.to_thread(arena.kill, name), chance) for step in plan.steps]  # type: ignore[misc]
+        await load.run(plan.requests, marks)
+        await asyncio.to_thread(arena.mesh.wait_ready, 60.0)
+        streamed = {client.request_id for client in load.clients if client.tokens}
+        await books.settle(streamed)
+        if part == "gateway":
+            await asyncio.sleep(LEASE_S)
+            await books.settle(streamed)
+        rows, billed = await books.news()
+        lines.append(tally(part, len(marks), load.clients, rows, billed))
+    return lines
+
+
+class _Books:
+    """The ledger and the billing stream of a mesh, read block by block."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._taken: set[str] = set()  # requests of earlier blocks
+        self._began_ms = round(time.time() * 1000)
+
+    async def settle(self, streamed: set[str]) -> None:
+        """Wait until the ledger has all of these requests and the billing stream all of the ledger, or give up."""
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            try:
+                missing = streamed - {row.request_id for row in await self._rows()}
+                state = await self._get("/metering/reconcile")
+            except httpx.HTTPError:
+                missing, state = streamed, {}
+            if not missing and state.get("sequence") == state.get("published_sequence"):
+                return
+            await asyncio.sleep(0.2)
+
+    async def news(self) -> tuple[list[Row], dict[str, int]]:
+        """Rows and billed tokens of requests that no earlier block had."""
+        rows = [row for row in await self._rows() if row.request_id not in self._taken]
+        billed = billed_by_request(await self._records())
+        news = {request: tokens for request, tokens in billed.items() if request not in self._taken}
+        self._taken |= {row.request_id for row in rows} | news.keys()
+        return rows, news
+
+    async def differences(self) -> list[dict[str, str]]:
+        """What the mesh's own reconciler finds."""
+        until_ms = round(time.time() * 1000)
+        found = await self._get("/metering/differences", **{"from": str(self._began_ms), "to": str(until_ms)})
+        return list(found["differences"])
+
+    async def _rows(self) -> list[Row]:
+        rows: list[Row] = []
+        cursor = ""
+        while True:
+            page = await self._get("/usage", group_by="request", limit="1000", **({"cursor": cursor} if cursor else {}))
+            rows += [Row(row["request_id"], row["attempt"], row["output_tokens"]) for row in page["rows"]]
+            cursor = page["next_cursor"] or ""
+            if not cursor:
+                return rows
+
+    async def _get(self, path: str, **parameters: str) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._mesh.admin_key}"}
+        async with httpx.AsyncClient(base_url=f"{self._mesh.admin_url}/admin/v1", headers=headers) as client:
+            answer = await client.get(path, params=parameters, timeout=30)
+            answer.raise_for_status()
+            found: dict[str, Any] = answer.json()
+            return found
+
+    async def _records(self) -> list[RatedRecord]:
+        bus = await NatsBus.connect(self._mesh.nats_url, name="killmatrix")
+        try:
+            config = ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
+            subscription = await bus.jetstream.subscribe(
+                subjects.BILLING_RECORDS, stream=subjects.BILLING_STREAM, ordered_consumer=True, config=config
+            )
+            left = (await subscription.consumer_info()).num_pending or 0
+            left += subscription.pending_msgs
+            records = []
+            while left:
+                message = await subscription.next_msg(10)
+                records.append(RatedRecord.FromString(message.data))
+                left = message.metadata.num_pending
+            return records
+        finally:
+            await bus.close()
+
+
+def run_seed(ledger: str, plan: Plan) -> tuple[list[Tally], list[dict[str, str]]]:
+    """A fresh mesh for one seed: the lines, and the differences that its own reconciler reports afterwards."""
+    with arena_running(ledger) as arena:
+
+        async def both() -> tuple[list[Tally], list[dict[str, str]]]:
+            lines = await matrix(arena, plan)
+            return lines, await _differences_after(arena.mesh)
+
+        return asyncio.run(both())
+
+
+async def _differences_after(mesh: Mesh) -> list[dict[str, str]]:
+    books = _Books(mesh)
+    books._began_ms -= 3_600_000
+    return await books.differences()
+
+
+def run(arguments: Sequence[str]) -> Report:
+    """Kill everything, at every step, for every seed."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=500, help="of one seed, over all parts")
+    parser.add_argument("--ledger", choices=("postgresql", "sqlite"), default=None)
+    options = parser.parse_args(arguments)
+    ledger = options.ledger or ("sqlite" if infra.postgres_missing() else "postgresql")
+    parts = [part for part in PARTS if part != "database" or ledger == "postgresql"]
+    lines: list[Tally] = []
+    differences: list[dict[str, str]] = []
+    for seed in range(1, options.seeds + 1):
+        found, different = run_seed(ledger, Plan(options.requests // len(parts), parts, STEPS, seed))
+        lines += found
+        differences += different
+        show(found, f"seed {seed}, {ledger}")
+    totals = [_sum(part, [line for line in lines if line.part == part]) for part in parts]
+    show(totals, f"{options.seeds} seeds, {ledger}")
+    return _report(ledger, options.seeds, totals, differences)
+
+
+def _sum(part: str, lines: Sequence[Tally]) -> Tally:
+    total = Tally(part)
+    for each in fields(Tally)[1:]:
+        merge = max if each.name == "in_flight_max" else sum
+        setattr(total, each.name, merge([getattr(line, each.name) for line in lines]))
+    return total
+
+
+def show(lines: Sequence[Tally], title: str) -> None:
+    """Print the table."""
+    table = Table(*(each.name.replace("_", " ") for each in fields(Tally)), title=title, title_justify="left")
+    for line in lines:
+        table.add_row(*(str(value) for value in asdict(line).values()))
+    Console(width=200).print(table)
+
+
+def _report(ledger: str, seeds: int, totals: Sequence[Tally], differences: Sequence[dict[str, str]]) -> Report:
+    figures: dict[str, Figure] = {"ledger": ledger, "seeds": seeds}
+    for line in totals:
+        figures |= {f"{line.part}_{name}": value for name, value in asdict(line).items() if name != "part"}
+    whole = _sum("all", totals)
+    goals = [
+        Goal.at_most("tokens lost", 0, whole.lost),
+        Goal.at_most("tokens billed twice", 0, whole.double),
+        Goal("ledger = billing stream, tokens", f"{whole.ledger}", whole.billed, whole.ledger == whole.billed),
+        Goal(
+            "billed beyond what clients received: pieces in flight at a kill of their gateway",
+            f"{whole.ledger - whole.streamed}",
+            whole.in_flight,
+            whole.in_flight == whole.ledger - whole.streamed,
+        ),
+        Goal.at_most("tokens of the largest piece in flight", PIECE_TOKENS_MAX, whole.in_flight_max),
+        Goal.at_most("differences that the reconciler reports", 0, len(differences)),
+    ]
+    for each in differences:
+        Console(stderr=True, width=200).print(each)
+    return Report(NAME, figures, goals=goals)
