@@ -17,6 +17,7 @@ from deploy.local.leftovers import living_parts
 from deploy.local.probes import http_probe, nats_probe, redis_probe
 from deploy.local.sizes import show_bytes
 from roundhouse import subjects
+from roundhouse.cli.cluster_waits import waiting_models, waits_table
 from roundhouse.errors import RoundhouseError
 from roundhouse.event_bus import Message, NatsBus
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
@@ -41,6 +42,9 @@ async def show_status(home: Home, console: Console) -> int:
     nodes = await _node_states(state)
     if nodes:
         console.print(_node_table(nodes))
+    waiting = await waiting_models(state.nats_url)
+    if waiting:
+        console.print(waits_table(waiting))
     return 0 if state.ready and not any(reasons) else EXIT_NOT_READY
 
 

@@ -8,7 +8,7 @@ Pure; `placement.py` decides between sites.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
 
@@ -23,7 +23,7 @@ from services.scheduler.domain.nodes import (
     Role,
     VersionSpec,
 )
-from services.scheduler.domain.plans import PoolView
+from services.scheduler.domain.plans import Load, PoolView
 from services.scheduler.domain.records import PREFILL_STAGE, LoadClaim, PoolState, VersionKey, owner_of
 
 ON_DEVICE = frozenset({Residence.READY, *ARRIVING, *LEAVING})
@@ -128,6 +128,24 @@ def sites(node: NodeView, spec: VersionSpec, view: PoolView | None = None) -> It
     for _, devices in sorted(groups.items()):
         for chosen in _choices(devices, spec.devices):
             yield Site(node, tuple(sorted(each.index for each in chosen)))
+
+
+def sited(view: PoolView, load: Load, now_ms: int) -> Load | None:
+    """A load that names no devices, with the tightest site that it fits on after its victims; None if there is none.
+
+    For loads that were planned by a node's bytes in all. Nodes that tell no devices take it as it is."""
+    node = next((each for each in view.nodes if each.node_id == load.node_id), None)
+    spec = view.specs.get(load.version)
+    if node is None or spec is None or not node.devices:
+        return load
+    rooms, gone = Rooms.of(view, now_ms), {victim.version for victim in load.victims}
+    leaving = [each for each in node.instances if each.version in gone]
+    found = []
+    for site in sites(node, spec, view):
+        chosen = rooms.just_enough(site, spec.share, leaving, lambda each: (each.version,))
+        if chosen is not None:
+            found.append((rooms.slack(site), site.devices))
+    return replace(load, devices=min(found)[1]) if found else None
 
 
 def serves(node: NodeView, version: VersionKey) -> bool:

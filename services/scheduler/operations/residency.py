@@ -36,6 +36,7 @@ from services.scheduler.domain.records import (
     version_key,
 )
 from services.scheduler.domain.residency import Claimed, ClaimOrder, DrainOrder
+from services.scheduler.domain.sites import sited
 from services.scheduler.domain.viability import BackingOff, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
@@ -139,8 +140,9 @@ class Residency:
         """Begin the best load that the forecast asks for, one at a time a node; whether one was begun."""
         now_ms = self._clock.now_ms()
         loading = {claim.node_id for claim in view.state.loads.values() if claim.until_ms > now_ms}
-        for load in self._foresight.moves(view, pool):
-            if load.node_id not in loading and await self._begin(pool, load, view):
+        for planned in self._foresight.moves(view, pool):
+            load = sited(view, planned, now_ms)
+            if load is not None and load.node_id not in loading and await self._begin(pool, load, view):
                 self._foresight.plan_again(pool)
                 return True
         return False
