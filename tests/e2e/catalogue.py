@@ -28,6 +28,8 @@ ANSWER = "ď🌍你"  # case B31: two, four and three bytes, no byte twice
 INTENT_MODEL = Path(__file__).resolve().parents[2] / "engines" / "onnx" / "intent" / "intent.onnx"
 GENEROUS = {"requests_per_minute": 100_000, "tokens_per_minute": 100_000_000, "concurrent_requests": 256}
 TIGHT = {"requests_per_minute": 10, "tokens_per_minute": 100_000, "concurrent_requests": 2}
+FRUGAL_MICRO = 400  # millionths of a dollar
+FRUGAL = {"amount": "0.0004", "currency": "USD"}
 PRICE = {"id": "test-1", "input": "1", "cached_input": "0.5", "output": "2"}
 
 
@@ -48,6 +50,7 @@ def write_catalogue(root: Path) -> Path:
             {"name": "acme", "limits": GENEROUS},
             {"name": "globex", "limits": GENEROUS},
             {"name": "tight", "limits": TIGHT},
+            {"name": "frugal", "limits": GENEROUS, "budget": FRUGAL},
         ],
         "models": models,
         "adapters": [{"name": "tiny-1-lora", "base": "tiny-1", "source": {"path": str(adapter)}, "tenant": "acme"}],
