@@ -2,9 +2,9 @@
 
 A writer hashes what it means to write, and then copies: the copy finds the block in the processor's cache, so the
 checksum costs a fifth of the copy. (Measured: whole blocks; in pieces that fit the second-level cache both are slower,
-because large copies go past the caches.) A reader copies first and checks the arena afterwards: bytes that were wrong when
-they were copied are still wrong then, so a lease that ran out, a slot that was given away or a bit that fell over is
-always seen (invariant 11). Not thread-safe for one slot; different slots may be used at once.
+because large copies go past the caches.) A reader copies first and checks the arena afterwards: bytes that were wrong
+when they were copied are still wrong then, so a lease that ran out, a slot that was given away or a bit that fell over
+is always seen (invariant 11). Not thread-safe for one slot; different slots may be used at once.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class _Tag(IntEnum):
     TOKENS = 7
     CLUSTER = 8
     TENANT = 9
+    GROUP = 10
 
 
 class SharedBeginning(NamedTuple):
@@ -43,13 +44,16 @@ class SharedBeginning(NamedTuple):
     blocks: int = 0
 
 
+OWN_SPACE_ONLY = SharedBeginning()
+
+
 def prefix_block_keys(
     salt: bytes,
     model_digest: bytes,
     adapter_digest: bytes,
     block_tokens: int,
     token_ids: Sequence[int],
-    shared: SharedBeginning = SharedBeginning(),  # noqa: B008 - immutable
+    shared: SharedBeginning = OWN_SPACE_ONLY,
 ) -> list[bytes]:
     """Keys of the whole blocks of a prompt, first to last; a last part shorter than `block_tokens` has no key.
 
@@ -93,6 +97,13 @@ def tenant_salt(cluster: str, tenant_id: str) -> bytes:
         _field(_Tag.SCHEME, SALT_SCHEME)
         + _field(_Tag.CLUSTER, cluster.encode())
         + _field(_Tag.TENANT, tenant_id.encode())
+    ).digest()
+
+
+def group_salt(cluster: str, group: str) -> bytes:
+    """The salt of a sharing group's cache space; no tenant of whatever name has it. As `tenant_salt` otherwise."""
+    return hashlib.sha256(
+        _field(_Tag.SCHEME, SALT_SCHEME) + _field(_Tag.CLUSTER, cluster.encode()) + _field(_Tag.GROUP, group.encode())
     ).digest()
 
 

@@ -27,6 +27,7 @@ from roundhouse.catalogue.records import (
     Model,
     ModelLimits,
     Price,
+    SharingGroup,
     Tenant,
 )
 from roundhouse.catalogue.shape import AdapterShape, DatedPriceShape, ModelShape, PriceShape, TenantShape
@@ -65,6 +66,12 @@ def assemble(declaration: Declaration, reading: FileReading) -> Catalogue:
         tenants={tenant.name: tenant for tenant in tenants},
         models={model.name: model for model in good_models},
         adapters={adapter.name: adapter for adapter in good_adapters},
+        sharing_groups={
+            group.name: SharingGroup(
+                name=group.name, tenants=tuple(map(TenantId, group.tenants)), prompts=tuple(group.prompts)
+            )
+            for group in declaration.sharing_groups.values()
+        },
     )
 
 
@@ -179,6 +186,7 @@ def _tenant(shape: TenantShape) -> Tenant:
             ModelLimits(pattern=each.model, limits=Limits(**each.model_dump(exclude={"model"})))
             for each in shape.limits_per_model
         ),
+        sharing_group=shape.sharing_group or "",
     )
 
 

@@ -14,7 +14,7 @@ class Change:
     """One thing that was added, changed or removed."""
 
     action: str  # "added", "changed" or "removed"
-    kind: str  # "tenant", "model" or "adapter"
+    kind: str  # "tenant", "model", "adapter" or "sharing group"
     name: str
     fields: tuple[str, ...] = ()  # of a changed thing
 
@@ -25,6 +25,7 @@ def changes_between(before: Catalogue, after: Catalogue) -> tuple[Change, ...]:
         *_changes("tenant", before.tenants, after.tenants),
         *_changes("model", before.models, after.models),
         *_changes("adapter", before.adapters, after.adapters),
+        *_changes("sharing group", before.sharing_groups, after.sharing_groups),
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from roundhouse.catalogue.explain import explain
 from roundhouse.catalogue.problems import DeclarationRefused, Problem
-from roundhouse.catalogue.shape import AdapterShape, FileShape, ModelShape, Shape, TenantShape
+from roundhouse.catalogue.shape import AdapterShape, FileShape, ModelShape, Shape, SharingGroupShape, TenantShape
 from roundhouse.catalogue.yaml_document import Document, read_yaml
 from roundhouse.catalogue.yaml_document import Path as Where
 
@@ -31,6 +31,7 @@ class Declaration:
     tenants: dict[Where, TenantShape] = field(default_factory=dict)
     models: dict[Where, ModelShape] = field(default_factory=dict)
     adapters: dict[Where, AdapterShape] = field(default_factory=dict)
+    sharing_groups: dict[Where, SharingGroupShape] = field(default_factory=dict)
 
     def path_of(self, text: str) -> Path:
         """An absolute path; links are kept, `..` is resolved by name."""
@@ -60,6 +61,7 @@ def parse(text: str, file: str, base_dir: Path) -> Declaration:
         _items(whole.tenants, "tenants", TenantShape, document, problems),
         _items(whole.models, "models", ModelShape, document, problems),
         _items(whole.adapters, "adapters", AdapterShape, document, problems),
+        _items(whole.sharing_groups, "sharing_groups", SharingGroupShape, document, problems),
     )
     problems += _duplicates(document)
     problems += _unknown_references(declaration)
@@ -73,7 +75,8 @@ def parse(text: str, file: str, base_dir: Path) -> Declaration:
 def _lists_only(data: Any) -> FileShape:
     """The lists of a file whose other keys are wrong, so that their problems are found in the same round."""
     found = data if isinstance(data, dict) else {}
-    lists = {key: found[key] for key in ("tenants", "models", "adapters") if isinstance(found.get(key), list)}
+    sections = ("tenants", "models", "adapters", "sharing_groups")
+    lists = {key: found[key] for key in sections if isinstance(found.get(key), list)}
     return FileShape.model_validate({"version": 1, **lists})
 
 
@@ -99,7 +102,8 @@ def _names(document: Document, section: str) -> Iterator[tuple[str, Where]]:
 
 
 def _duplicates(document: Document) -> Iterator[Problem]:
-    for sections in (("tenants",), ("models", "adapters")):  # models and adapters are called by the same names
+    # Models and adapters are called by the same names.
+    for sections in (("tenants",), ("sharing_groups",), ("models", "adapters")):
         seen: dict[str, Where] = {}
         for section in sections:
             for name, where in _names(document, section):
@@ -121,6 +125,14 @@ def _unknown_references(declaration: Declaration) -> Iterator[Problem]:
     for where, model in declaration.models.items():
         if model.fallback is not None and (model.fallback not in models or model.fallback == model.name):
             yield document.at_value((*where, "fallback"), f"there is no other model `{model.fallback}`")
+    groups = {name for name, _ in _names(document, "sharing_groups")}
+    for where, customer in declaration.tenants.items():
+        if customer.sharing_group is not None and customer.sharing_group not in groups:
+            yield document.at_value((*where, "sharing_group"), f"there is no sharing group `{customer.sharing_group}`")
+    for where, group in declaration.sharing_groups.items():
+        for index, tenant in enumerate(group.tenants):
+            if tenant not in tenants:
+                yield document.at_value((*where, "tenants", index), f"there is no tenant `{tenant}`")
     for where, adapter in declaration.adapters.items():
         if adapter.tenant is not None and adapter.tenant not in tenants:
             yield document.at_value((*where, "tenant"), f"there is no tenant `{adapter.tenant}`")

@@ -93,6 +93,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
     usage_retention_days: int | None = None  # how long single requests are kept in the ledger; None = for ever
     limits_per_model: tuple[ModelLimits, ...] = ()  # the first that matches counts
+    sharing_group: str = ""  # whose cache it wants to share; the group has to list it too
 
     def model_limits(self, name: str) -> Limits | None:
         """What this tenant's declaration says of a model or adapter by its own name; None if nothing."""
@@ -147,6 +148,14 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     prices: tuple[Price, ...] = ()
 
 
+class SharingGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Tenants that share the cache of beginnings which all of them know: prompts that are declared here."""
+
+    name: str
+    tenants: tuple[TenantId, ...]  # whom it accepts
+    prompts: tuple[str, ...]  # system prompts, or beginnings of completions
+
+
 class Catalogue(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. Names are unique across models and adapters."""
 
@@ -154,6 +163,13 @@ class Catalogue(msgspec.Struct, frozen=True, kw_only=True):
     tenants: dict[TenantId, Tenant] = {}
     models: dict[ModelName, Model] = {}
     adapters: dict[AdapterName, Adapter] = {}
+    sharing_groups: dict[str, SharingGroup] = {}
+
+    def sharing_group_of(self, tenant_id: TenantId) -> SharingGroup | None:
+        """The group that a tenant has chosen and that accepts it: both, or none. O(1)."""
+        tenant = self.tenants.get(tenant_id)
+        group = self.sharing_groups.get(tenant.sharing_group) if tenant is not None else None
+        return group if group is not None and tenant_id in group.tenants else None
 
     def resolve(self, tenant_id: TenantId, name: str) -> tuple[Model, Adapter | None] | None:
         """The model that serves `name` for a tenant and the adapter over it; None if it may see none. O(1)."""

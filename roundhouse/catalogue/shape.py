@@ -142,6 +142,7 @@ class TenantShape(Shape):
     models: list[Pattern] = Field(default_factory=lambda: ["*"])
     usage_retention_days: Positive | None = None
     limits_per_model: list[ModelLimitsShape] = Field(default_factory=list)
+    sharing_group: Name | None = None
 
 
 class SourceShape(Shape):
@@ -210,6 +211,14 @@ class AdapterShape(Shape):
     prices: list[DatedPriceShape] = Field(default_factory=list)
 
 
+class SharingGroupShape(Shape):
+    """Who shares the cache of which beginnings of prompts."""
+
+    name: Name
+    tenants: list[Name] = Field(min_length=1)
+    prompts: list[Annotated[str, Field(min_length=1, max_length=65_536)]] = Field(min_length=1, max_length=16)
+
+
 class FileShape(Shape):
     """The whole file; its items are checked one by one, so that one bad item hides no other."""
 
@@ -217,3 +226,4 @@ class FileShape(Shape):
     tenants: list[Any] = Field(default_factory=list)
     models: list[Any] = Field(default_factory=list)
     adapters: list[Any] = Field(default_factory=list)
+    sharing_groups: list[Any] = Field(default_factory=list)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.block_keys import prefix_block_keys, tenant_salt
+from roundhouse.block_keys import SharedBeginning, group_salt, prefix_block_keys, tenant_salt
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "block_keys.json").read_text())
 
@@ -30,6 +30,36 @@ def test_keys_match_the_committed_vectors(vector: dict[str, object]) -> None:
 def test_salts_match_the_committed_vectors(vector: dict[str, str]) -> None:
     """Salts never change within `v1`."""
     assert tenant_salt(vector["cluster"], vector["tenant_id"]).hex() == vector["salt"]
+
+
+@pytest.mark.parametrize("vector", GOLDEN["shared_beginning"], ids=lambda vector: str(vector["name"]))
+def test_keys_of_a_shared_beginning_match_the_committed_vectors(vector: dict[str, object]) -> None:
+    """The group's salt keys its blocks, the tenant's the others."""
+    keys = prefix_block_keys(
+        bytes.fromhex(str(vector["salt"])),
+        bytes.fromhex(str(vector["model_digest"])),
+        bytes.fromhex(str(vector["adapter_digest"])),
+        int(str(vector["block_tokens"])),
+        vector["token_ids"],  # type: ignore[arg-type]  # JSON list of integers
+        SharedBeginning(bytes.fromhex(str(vector["shared_salt"])), int(str(vector["shared_blocks"]))),
+    )
+    assert [key.hex() for key in keys] == vector["keys"]
+
+
+@pytest.mark.parametrize("vector", GOLDEN["group_salt"], ids=lambda vector: str(vector["group"]))
+def test_group_salts_match_the_committed_vectors_and_are_no_tenants(vector: dict[str, str]) -> None:
+    """B25: a tenant that bears the group's name has another salt."""
+    assert group_salt(vector["cluster"], vector["group"]).hex() == vector["salt"]
+    assert tenant_salt(vector["cluster"], vector["group"]).hex() != vector["salt"]
+
+
+def test_members_of_a_group_share_the_beginning_and_nothing_after_it() -> None:
+    """2 of 4 blocks are the group's: equal for two tenants, and for none of them alone; the other 2 differ for all."""
+    shared = SharedBeginning(b"group", 2)
+    one, two = (prefix_block_keys(salt, b"m", b"", 16, range(64), shared) for salt in (b"one", b"two"))
+    alone = prefix_block_keys(b"one", b"m", b"", 16, range(64))
+    assert one[:2] == two[:2]
+    assert len({*one, *two, *alone}) == 2 + 2 + 2 + 4
 
 
 def test_first_key_is_the_hash_of_its_tagged_fields() -> None:

@@ -45,7 +45,12 @@ class KvStoreHolds:
         if channel is None:
             channel = self._channels[address] = open_channel(address)
         request = kv_pb2.HoldPrefixRequest(
-            salt=held.salt, keys=held.keys, handle=held.handle, lease_ms=LEASE_MS, wait_ms=WAIT_MS
+            salt=held.salt,
+            keys=held.keys,
+            handle=held.handle,
+            lease_ms=LEASE_MS,
+            wait_ms=WAIT_MS,
+            shared=kv_pb2.SharedPrefix(salt=held.shared.salt, blocks=held.shared.blocks),
         )
         try:
             await kv_pb2_grpc.KvStoreStub(channel).HoldPrefix(request, timeout=TIMEOUT_S)

@@ -33,6 +33,7 @@ from services.gateway.domain.context_window import (
 from services.gateway.domain.sampling import Sampling, check_vocabulary
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.resolve_model import RequestContext, resolve_model
+from services.gateway.operations.shared_beginning import NOTHING_SHARED, SharedBeginnings, SharedTokens
 from services.gateway.ports import Caller, EngineRequest, TextCodec, TextCodecs
 
 BLOCK_TOKENS = 16  # of our engines; keys of another size would only miss
@@ -51,6 +52,7 @@ class Prompt:
 
     text: str
     token_ids: tuple[int, ...]
+    shared: SharedTokens = NOTHING_SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class OpenAIWork:
         self._codecs = codecs
         self._cluster = cluster
         self._chance = chance
+        self._beginnings = SharedBeginnings(catalogue, cluster)
 
     async def chat(self, body: ChatBody, context: RequestContext) -> Prepared:
         """Raises InvalidInput, NotFound, Unavailable."""
@@ -94,7 +97,7 @@ class OpenAIWork:
         text = await resolved.codec.render_chat(messages, tools)
         # The template writes the model's special tokens itself.
         [token_ids] = await resolved.codec.encode([text], add_special_tokens=False)
-        prompt = Prompt(text, token_ids)
+        [prompt] = await self._sharing(context, resolved, [Prompt(text, token_ids)], chat=True)
         prepared = self._generation(
             "chat", context, resolved, [prompt], sampling, CHAT_OUTPUT_TOKENS_DEFAULT, param="messages"
         )
@@ -112,6 +115,7 @@ class OpenAIWork:
             raise InvalidInput(f"prompts times 'n' may be at most {CALLS_MAX}.", param="n")
         resolved = await self._resolve(body.model, context.caller)
         prompts = await _prompts(given, resolved.codec, "prompt")
+        prompts = await self._sharing(context, resolved, prompts, chat=False)
         prepared = self._generation(
             "completion", context, resolved, prompts, sampling, COMPLETION_OUTPUT_TOKENS_DEFAULT, param="prompt"
         )
@@ -183,6 +187,8 @@ class OpenAIWork:
             # Always in pieces: what a client who leaves has to pay is what came until then (case B35).
             stream=True,
             salt=self._salt(context.caller),
+            shared_salt=prompt.shared.salt.hex(),
+            shared_tokens=prompt.shared.tokens,
             adapter_path="",  # on the node; the grant says it
             adapter_digest=resolved.adapter.digest if resolved.adapter else "",
             return_logprobs=logprobs,
@@ -213,6 +219,7 @@ class OpenAIWork:
             calls=tuple(calls),
             choices=choices,
             block_keys=self._block_keys(context.caller, resolved, prompts[0]) if operation != "embedding" else (),
+            shared=prompts[0].shared.blocks(BLOCK_TOKENS),
             fallback_allowed=operation != "embedding" and _may_fall_back(context, resolved),
         )
         return Prepared(work, tuple(prompts))
@@ -225,6 +232,14 @@ class OpenAIWork:
             )
         return _Resolved(tenant, model, adapter, await self._codecs.codec(model))
 
+    async def _sharing(
+        self, context: RequestContext, resolved: _Resolved, prompts: Sequence[Prompt], *, chat: bool
+    ) -> list[Prompt]:
+        """The prompts, with what of each is in a sharing group's cache space."""
+        tenant, codec = context.caller.tenant_id, resolved.codec
+        shared = [await self._beginnings.of(tenant, codec, prompt.token_ids, chat=chat) for prompt in prompts]
+        return [replace(prompt, shared=each) for prompt, each in zip(prompts, shared, strict=True)]
+
     def _salt(self, caller: Caller) -> str:
         return tenant_salt(self._cluster, caller.tenant_id).hex()
 
@@ -232,7 +247,8 @@ class OpenAIWork:
         adapter = _digest_bytes(resolved.adapter.digest) if resolved.adapter else b""
         salt = tenant_salt(self._cluster, caller.tenant_id)
         model = _digest_bytes(resolved.model.digest)
-        return tuple(prefix_block_keys(salt, model, adapter, BLOCK_TOKENS, prompt.token_ids))
+        shared = prompt.shared.blocks(BLOCK_TOKENS)
+        return tuple(prefix_block_keys(salt, model, adapter, BLOCK_TOKENS, prompt.token_ids, shared))
 
 
 def _for_fallback(context: RequestContext) -> RequestContext:

@@ -54,9 +54,15 @@ def _details(request: EngineRequest) -> dict[str, object]:
         "adapter": {"path": request.adapter_path, "digest": request.adapter_digest} if has_adapter else None,
         "prompt_token_ids": request.prompt_token_ids,
         "return_token_ids": request.return_token_ids,
+        **_shared(request),
         **_resuming(request),
         "traceparent": (telemetry.trace_headers() or {}).get("traceparent"),
     }
+
+
+def _shared(request: EngineRequest) -> dict[str, object]:
+    """Which leading tokens lie in the cache space of a sharing group; most have none."""
+    return {"shared": {"salt": request.shared_salt, "tokens": request.shared_tokens}} if request.shared_tokens else {}
 
 
 def _resuming(request: EngineRequest) -> dict[str, object]:

@@ -7,6 +7,7 @@ once an engine had it.
 
 from dataclasses import dataclass
 
+from roundhouse.block_keys import OWN_SPACE_ONLY, SharedBeginning
 from roundhouse.catalogue.records import Adapter, Model, Tenant
 from roundhouse.vocabulary import Outcome, RequestId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
@@ -34,6 +35,7 @@ class Work:
     calls: tuple[EngineRequest | TensorRequest, ...]
     choices: int = 1
     block_keys: tuple[bytes, ...] = ()
+    shared: SharedBeginning = OWN_SPACE_ONLY  # which of them are a sharing group's
     fallback_allowed: bool = False  # the scheduler may answer with `ServedByOther`
 
     @property

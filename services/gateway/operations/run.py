@@ -215,7 +215,8 @@ class Run:
             return self._parts.node
         first, then = grant.placements[0], grant.placements[-1]
         salt = next((call.salt for call in self.work.calls if isinstance(call, EngineRequest)), "")
-        held = HeldBlocks(bytes.fromhex(salt), self.work.block_keys, f"{attempt.request_id}/{attempt.number}")
+        handle = f"{attempt.request_id}/{attempt.number}"
+        held = HeldBlocks(bytes.fromhex(salt), self.work.block_keys, handle, self.work.shared)
 
         def handed_over() -> None:
             attempt.prefill_node_id, attempt.node_id = first.node_id, then.node_id

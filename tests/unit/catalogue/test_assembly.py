@@ -16,6 +16,12 @@ from roundhouse.vocabulary import AdapterName, ModelName, PriorityClass, TenantI
 from tests.unit.catalogue.files import CONFIG, GOOD, checkpoint, write_models
 
 CHAT, TAGGER = ModelName("chat"), ModelName("tagger")
+GROUP = """\
+sharing_groups:
+  - name: helpers
+    tenants: [acme, globex]
+    prompts: ["You are helpful."]
+"""
 KV_BYTES_PER_TOKEN = 2 * 3 * 1 * 4 * 4  # keys and values × layers × kv heads × head size (8 / 2) × float32
 
 
@@ -45,6 +51,29 @@ def test_records_say_what_the_file_says(tmp_path: Path) -> None:
     adapter = catalogue.adapters[AdapterName("chat-acme")]
     assert (adapter.base, adapter.tenant) == ("chat", "acme")
     assert catalogue.generation == 0
+
+
+def test_a_sharing_group_takes_both_sides(tmp_path: Path) -> None:
+    """acme chose the group and is listed; globex is listed only, and has no group."""
+    text = GOOD.replace("    weight: 2\n", "    weight: 2\n    sharing_group: helpers\n") + GROUP
+    catalogue = assembled(text, write_models(tmp_path))
+    group = catalogue.sharing_group_of(TenantId("acme"))
+    assert group is not None
+    assert (group.name, group.tenants, group.prompts) == ("helpers", ("acme", "globex"), ("You are helpful.",))
+    assert catalogue.sharing_group_of(TenantId("globex")) is None
+
+
+def test_a_sharing_group_names_what_there_is(tmp_path: Path) -> None:
+    """An unknown group at the tenant, an unknown tenant in the group: two problems."""
+    text = GOOD.replace("    weight: 2\n", "    weight: 2\n    sharing_group: other\n") + GROUP.replace(
+        "globex", "nobody"
+    )
+    with pytest.raises(DeclarationRefused) as refused:
+        assembled(text, write_models(tmp_path))
+    assert [problem.reason for problem in refused.value.problems] == [
+        "there is no sharing group `other`",
+        "there is no tenant `nobody`",
+    ]
 
 
 def test_digests_are_those_of_the_files(tmp_path: Path) -> None:
