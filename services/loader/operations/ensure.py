@@ -121,8 +121,8 @@ class Orders:
             if progress != last:
                 yield progress
                 last = progress
-            if home.instance.state is State.READY:
-                return
+            if progress.state is State.READY:
+                return  # not if it became ready while the caller took the one before: he wants to hear of it
             self._check_deadline(deadline_ms, "it is not ready yet")
             await self._wait(changed, _soonest(deadline_ms, self._stuck_at_ms(home.instance)))
 

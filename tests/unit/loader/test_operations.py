@@ -17,6 +17,7 @@ from roundhouse.errors import (
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.admission import NEVER_FITS
+from services.loader.operations.ensure import LoadOrder
 from tests.builders.small_node import (
     SmallNode,
     on_a_small_node,
@@ -43,6 +44,18 @@ async def test_twenty_callers_share_one_load(node: SmallNode) -> None:
     assert node.cache.copies == [A.digest]
     assert node.control.loads == [triton_model_name(version_of(A))]
     assert node.device == (100, 0)
+
+
+@on_a_small_node(*MODELS)
+async def test_a_slow_caller_hears_of_the_end_too(node: SmallNode) -> None:
+    """It becomes ready while the caller takes its progress of before: the last one it gets is READY all the same."""
+    node.library.knobs[A.name] = {"load_ms": "100"}
+    states = []
+    async for progress in node.orders.ensure_loaded(LoadOrder(version_of(A), 1)):
+        states.append(progress.state)
+        await asyncio.sleep(1)
+    assert states[-1] is State.READY
+    assert states.count(State.READY) == 1
 
 
 @on_a_small_node(*MODELS)
