@@ -3,12 +3,17 @@
 The scenario of the fair-queueing literature with arrivals fixed by a seed, on virtual time, in the production
 `FairQueue`: one worker of 10 ms a request; quiet tenants at 15 requests/s each, a noisy one at 20 with two seconds at
 250. Then two always backlogged tenants whose requests cost 10:1, whose token shares must be equal.
+
+With `--mesh` the same arrivals also go to a real mesh (see `fairness_mesh.py`), which has the default credit.
 """
 
 import argparse
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from http import HTTPStatus
 
+from benchmarks.fairness_mesh import replay
 from benchmarks.report import Figure, Goal, Report
 from benchmarks.simulation_worker import Arrival, Discipline, Fair, Fifo, quantile, serve
 from services.scheduler.domain.service import Policy
@@ -24,22 +29,51 @@ SHARES_MS = 120_000
 
 
 def run(arguments: Sequence[str]) -> Report:
-    """Measure; no options yet."""
-    argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=DESCRIPTION).parse_args(arguments)
+    """Measure; `--mesh` also on real parts, which takes about 20 s."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=DESCRIPTION)
+    parser.add_argument("--mesh", action="store_true", help="also replay the arrivals on a real mesh")
+    parser.add_argument(
+        "--stretch", type=int, default=1, help="on the mesh, make all times N times as long, so that slow parts keep up"
+    )
+    options = parser.parse_args(arguments)
     figures: dict[str, Figure] = {}
     limits: dict[str, Figure] = {}
     _add(figures, "fifo", Fifo(), arrivals())
     worst = {credit: _add(figures, f"credit{credit}", _fair(credit), arrivals()) for credit in (0, 2, 4)}
-    _add(figures, "credit0_noisy_weight2", _fair(0), arrivals(noisy_weight_milli=2_000))
+    for credit in (0, 2):
+        _add(figures, f"credit{credit}_noisy_weight2", _fair(credit), arrivals(noisy_weight_milli=2_000))
     _add(limits, "strict_priority", Fifo(first=lambda tenant: tenant in QUIET), arrivals())
     share = token_share(10)
     figures["token_share_of_large_requests"] = share
-    goals = (
+    goals = [
         Goal.at_most("worst quiet p99 at credit 2, ms", 70, worst[2]),
         Goal.at_most("worst quiet p99 at credit 4, ms", 50, worst[4]),
         Goal.at_most("token share at costs 10:1: distance from 0.5", 0.05, abs(share - 0.5)),
-    )
+    ]
+    if options.mesh:
+        goals += _on_the_mesh(figures, worst[Policy().credit_requests], options.stretch)
     return Report(NAME, figures, limits, goals)
+
+
+def _on_the_mesh(figures: dict[str, Figure], simulated_ms: int, stretch: int) -> list[Goal]:
+    """The same arrivals on real parts; the goal is against the simulator's worst quiet p99, stretched as they are."""
+    slower = [replace(each, at_ms=each.at_ms * stretch) for each in arrivals()]
+    answered = replay(slower, RUN_MS * stretch)
+    figures["mesh_stretch"] = stretch
+    worst = 0
+    for tenant in QUIET:
+        of = [each for each in answered if each.tenant == tenant and each.status == HTTPStatus.OK]
+        p99 = quantile([each.wait_ms for each in of], 0.99)
+        figures[f"mesh_{tenant}_p99_wait_ms"] = p99
+        figures[f"mesh_{tenant}_p50_total_ms"] = quantile([round(each.total_ms) for each in of], 0.5)
+        figures[f"mesh_{tenant}_p99_total_ms"] = quantile([round(each.total_ms) for each in of], 0.99)
+        worst = max(worst, p99)
+    refused = sum(each.status != HTTPStatus.OK for each in answered if each.tenant in QUIET)
+    figures["mesh_noisy_p99_wait_ms"] = quantile([each.wait_ms for each in answered if each.tenant == "noisy"], 0.99)
+    return [
+        Goal.at_most("mesh: worst quiet p99 / the simulator's", 1.5, worst / (simulated_ms * stretch)),
+        Goal.at_most("mesh: quiet requests refused", 0, refused),
+    ]
 
 
 def arrivals(noisy_weight_milli: int = 1_000) -> list[Arrival]:
