@@ -1,34 +1,42 @@
 """Decisions a second of the queues in a real Valkey, against an empty script, as tenants and models grow.
 
-One decision is submit, grant and end of one request: three scripts, one after the other, from one replica. The limit is
-three calls of an empty script with as many arguments. One caller at a time: it measures latency, not saturation.
+One decision is the life of one request as a replica drives it while all slots are busy: a turn that queues it, and a
+turn that ends one that ran and gives its slot to whoever is next. Every tenant has a request waiting meanwhile. The
+limit is an empty script, also called by hash, as often and with the very arguments of those turns. Each replica has a
+client of its own and one turn under way at a time, as in production; `batch` is how many requests a busy replica's turn
+holds.
 """
 
 import argparse
 import asyncio
+import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, cast
-
-from redis.asyncio import Redis
 
 from benchmarks.report import Figure, Goal, Report
 from benchmarks.simulation_worker import quantile
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, TenantId
-from services.scheduler.adapters.redis_store import RedisSchedulingStore
+from services.scheduler.adapters import redis_records
+from services.scheduler.adapters.redis_store import RedisSchedulingStore, pool_prefix
 from services.scheduler.domain.records import (
+    AttemptId,
     Ending,
     Offer,
     QueueEntry,
     Room,
     Tokens,
+    Turn,
+    VersionKey,
     attempt_id,
     instance_key,
     version_key,
 )
+from services.scheduler.domain.service import Policy
 from tests import infra
 
 NAME = "scheduler"
@@ -36,64 +44,181 @@ DESCRIPTION = "decisions a second and p99 of the queues in Valkey, against an em
 
 POOL = PoolName("bench")
 NOW_MS = 1_800_000_000_000
-EMPTY = "return 0"
-EMPTY_ARGUMENTS = ["x" * 20] * 14  # as many as an enqueue has
+ROOM = Room(10**6, 1)
+DIGEST = "sha256:1"
+TAKE_MAX = 64
+SPARE = 64
+FILL = 256  # requests queued at once to fill the queues
+PAYLOAD = b"x" * 220  # a submit of a short chat
+LOG_GROWTH = math.log(10_000) / math.log(10)  # what O(log n) may cost from 10 tenants to 10,000
 
 
 def run(arguments: Sequence[str]) -> Report:
-    """Measure. Options: decisions of each point, tenants, models."""
+    """Measure. Options: decisions of each point, tenants, models, replicas, batch."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=DESCRIPTION)
-    parser.add_argument("--decisions", type=int, default=1_000)
+    parser.add_argument("--decisions", type=int, default=600)
     parser.add_argument("--tenants", type=int, nargs="+", default=[10, 100, 1_000, 10_000])
     parser.add_argument("--models", type=int, nargs="+", default=[1, 100, 1_000])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, infra.valkey_running(Path(folder)) as server:
-        return asyncio.run(_measure(server.url, options.decisions, options.tenants, options.models))
+        return asyncio.run(_measure(server.url, options))
 
 
-async def _measure(url: str, decisions: int, tenants: Sequence[int], models: Sequence[int]) -> Report:
+async def _measure(url: str, options: argparse.Namespace) -> Report:
     figures: dict[str, Figure] = {}
+    limits: dict[str, Figure] = {}
     goals: list[Goal] = []
-    redis = open_redis(url)
-    try:
-        for model_count in models:
-            for tenant_count in tenants:
-                await cast("Any", redis.flushall())
-                took, empty = await _point(redis, decisions, tenant_count, model_count)
-                name = f"tenants_{tenant_count}_models_{model_count}"
-                figures[f"{name}_per_second"] = round(1e9 * len(took) / sum(took))
-                figures[f"{name}_p99_us"] = quantile(took, 0.99) // 1000
-                goals.append(Goal.at_least(f"{name}: share of the empty script's rate", 0.5, sum(empty) / sum(took)))
-    finally:
-        await redis.aclose()
-    return Report(NAME, figures, {}, goals)
+    per_decision: dict[tuple[int, int], float] = {}
+    for models in options.models:
+        for tenants in options.tenants:
+            async with _Bench(url, tenants, models) as bench:
+                for replicas in options.replicas:
+                    for batch in options.batch:
+                        name = f"tenants_{tenants}_models_{models}_replicas_{replicas}_batch_{batch}"
+                        point = await bench.point(options.decisions, replicas, batch)
+                        figures[f"{name}_per_second"] = round(point.per_second)
+                        figures[f"{name}_p99_us"] = quantile(point.took_ns, 0.99) // 1000
+                        limits[f"{name}_per_second"] = round(point.empty_per_second)
+                        share = point.per_second / point.empty_per_second
+                        goals.append(Goal.at_least(f"{name}: share of the empty script's rate", 0.5, share))
+                        if replicas == 1 and batch == 1:
+                            per_decision[(models, tenants)] = 1 / point.per_second
+    for models in options.models:
+        few, many = (per_decision.get((models, count)) for count in (10, 10_000))
+        if few and many:
+            what = f"models_{models}: time at 10,000 tenants / time at 10"
+            goals.append(Goal.at_most(what, round(LOG_GROWTH, 2), many / few))
+    return Report(NAME, figures, limits, goals)
 
 
-async def _point(redis: Redis, decisions: int, tenants: int, models: int) -> tuple[list[int], list[int]]:
-    """Nanoseconds of each decision, and of as many empty ones, in turn; every tenant has one request waiting."""
-    store = RedisSchedulingStore(redis)
-    for number in range(tenants):
-        await store.enqueue(POOL, _entry(number, tenants, models), Room(10**6, 1), NOW_MS)
-    took: list[int] = []
-    empty: list[int] = []
-    for number in range(tenants, tenants + decisions):
-        begun = perf_counter_ns()
-        entry = _entry(number, tenants, models)
-        await store.enqueue(POOL, entry, Room(10**6, 1), NOW_MS)
-        offer = Offer(instance_key(NodeId("n"), entry.version), entry.version, 1)
-        granted = (await store.take(POOL, [offer], 1, NOW_MS)).granted
-        await store.finish(POOL, [Ending(granted[0].attempt, Outcome.DONE, Tokens(10, 0, 10), 10)], NOW_MS)
-        took.append(perf_counter_ns() - begun)
-        begun = perf_counter_ns()
-        for _ in range(3):
-            await cast("Any", redis.eval(EMPTY, 1, "k", *EMPTY_ARGUMENTS))
-        empty.append(perf_counter_ns() - begun)
-    return took, empty
+@dataclass(frozen=True, slots=True)
+class _Point:
+    per_second: float
+    empty_per_second: float
+    took_ns: list[int]
 
 
-def _entry(number: int, tenants: int, models: int) -> QueueEntry:
-    tenant = number % tenants
-    version = version_key(f"m{tenant % models}", "sha256:1")
-    return QueueEntry(
-        attempt_id(str(number), 1), TenantId(f"t{tenant}"), version, PriorityClass.STANDARD, 10, 10, NOW_MS + 10**9
-    )
+class _Bench:
+    """Queues in which every tenant has one request waiting."""
+
+    def __init__(self, url: str, tenants: int, models: int) -> None:
+        self.tenants, self.models = tenants, models
+        self.clients = [open_redis(url), open_redis(url)]
+        self.stores = [RedisSchedulingStore(each) for each in self.clients]
+        self._number = 0
+        self.policy = redis_records.policy_argument(Policy())
+
+    async def __aenter__(self) -> "_Bench":
+        await cast("Any", self.clients[0].flushall())
+        self.empty = await cast("Any", self.clients[0].script_load("return 0"))
+        versions = min(self.models, self.tenants)
+        left = self.tenants + 4 * (SPARE + versions)  # also for the slots of two replicas
+        while left > 0:
+            turn = Turn(entries=tuple((self.entry(), ROOM) for _ in range(min(FILL, left))))
+            await self.stores[0].turn(POOL, turn, NOW_MS)
+            left -= FILL
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for each in self.clients:
+            await each.aclose()
+
+    def entry(self) -> QueueEntry:
+        """The next request, of the next tenant."""
+        number = self._number
+        self._number += 1
+        tenant = number % self.tenants
+        version = version_key(f"m{tenant % self.models}", DIGEST)
+        ends_ms = NOW_MS + 10**9
+        return QueueEntry(
+            attempt_id(f"0{number:031d}", 1),
+            TenantId(f"tenant-{tenant}"),
+            version,
+            PriorityClass.STANDARD,
+            100,
+            100,
+            ends_ms,
+            payload=PAYLOAD,
+        )
+
+    async def point(self, decisions: int, replicas: int, batch: int) -> _Point:
+        """Measure turns and empty calls alternately, so that a busy machine disturbs both alike."""
+        workers = [_Worker(self, replica, batch) for replica in range(replicas)]
+        for worker in workers:
+            await worker.fill_slots()
+        took: list[int] = []
+        spent_ns = empty_ns = done = 0
+        rounds = max(1, decisions // (replicas * batch))
+        for start in range(0, rounds, 10):
+            count = min(10, rounds - start)
+            begun = perf_counter_ns()
+            parts = await asyncio.gather(*(worker.work(count) for worker in workers))
+            spent_ns += perf_counter_ns() - begun
+            took += [each for part in parts for each in part]
+            done += count * replicas * batch
+            begun = perf_counter_ns()
+            await asyncio.gather(*(worker.idle() for worker in workers))
+            empty_ns += perf_counter_ns() - begun
+        for worker in workers:
+            await worker.clear_slots()
+        return _Point(1e9 * done / spent_ns, 1e9 * done / empty_ns, took)
+
+
+class _Worker:
+    """One replica with a node of its own, whose slots are always full."""
+
+    def __init__(self, bench: _Bench, replica: int, batch: int) -> None:
+        self._bench, self._batch = bench, batch
+        self._node = NodeId(f"n{replica}")
+        self._store, self._redis = bench.stores[replica], bench.clients[replica]
+        self._slots = -(-batch // min(bench.models, bench.tenants))
+        self._running: dict[VersionKey, list[AttemptId]] = {}
+        self._sent: list[Turn] = []
+
+    async def fill_slots(self) -> None:
+        """Give every slot of every model away."""
+        for number in range(min(self._bench.models, self._bench.tenants)):
+            version = version_key(f"m{number}", DIGEST)
+            done = await self._store.turn(POOL, Turn(offers=(self._offer(version),), limit=self._slots), NOW_MS)
+            self._running[version] = [ticket.attempt for ticket in done.taken.granted]
+
+    async def clear_slots(self) -> None:
+        """End what runs, and queue as many again."""
+        for attempts in self._running.values():
+            entries = tuple((self._bench.entry(), ROOM) for _ in attempts)
+            await self._store.turn(POOL, Turn(tuple(map(_ending, attempts)), entries), NOW_MS)
+
+    async def work(self, rounds: int) -> list[int]:
+        """Queue a batch while all slots are busy, then end as many and give their slots away; ns of each decision."""
+        took = []
+        self._sent = []
+        for _ in range(rounds):
+            begun = perf_counter_ns()
+            entries = tuple((self._bench.entry(), ROOM) for _ in range(self._batch))
+            names = [entry.version for entry, _ in entries]
+            offers = tuple(map(self._offer, dict.fromkeys(names)))
+            arrive = Turn(entries=entries, offers=offers, limit=TAKE_MAX)
+            await self._store.turn(POOL, arrive, NOW_MS)
+            ended = tuple(_ending(self._running[name].pop(0)) for name in names)
+            leave = Turn(ended, (), offers, TAKE_MAX)
+            done = await self._store.turn(POOL, leave, NOW_MS)
+            for ticket in done.taken.granted:
+                self._running[ticket.version].append(ticket.attempt)
+            took.append((perf_counter_ns() - begun) // self._batch)
+            self._sent += [arrive, leave]
+        return took
+
+    async def idle(self) -> None:
+        """The same calls, to a script that does nothing."""
+        for turn in self._sent:
+            arguments = [NOW_MS, self._bench.policy, *redis_records.turn_arguments(turn)]
+            await cast("Any", self._redis.evalsha(self._bench.empty, 1, pool_prefix(POOL), *arguments))
+
+    def _offer(self, version: VersionKey) -> Offer:
+        return Offer(instance_key(self._node, version), version, self._slots, b"p" * 60)
+
+
+def _ending(attempt: AttemptId) -> Ending:
+    return Ending(attempt, Outcome.DONE, Tokens(100, 0, 80), 900)
