@@ -92,8 +92,16 @@ class SchedulingStore(Protocol):
         """Close an instance for new grants."""
         ...
 
-    async def clear_drain(self, pool: PoolName, instance: InstanceKey, now_ms: int) -> None:
-        """Open an instance again."""
+    async def send_drains(
+        self, pool: PoolName, purpose: VersionKey, instances: Sequence[InstanceKey], until_ms: int, now_ms: int
+    ) -> bool:
+        """To be called right before closed instances are unloaded. False: one was reclaimed by a request, leave all."""
+        ...
+
+    async def clear_drain(
+        self, pool: PoolName, instance: InstanceKey, now_ms: int, purpose: VersionKey | None = None
+    ) -> None:
+        """Open an instance again, if it is closed for `purpose` (None: for whatever)."""
         ...
 
     async def claim_load(self, pool: PoolName, order: ClaimOrder, now_ms: int) -> Claim:

@@ -85,8 +85,15 @@ class InMemorySchedulingStore:
     async def begin_drain(self, pool: PoolName, order: DrainOrder, now_ms: int) -> Drain:
         return self.queue(pool).begin_drain(order, now_ms)
 
-    async def clear_drain(self, pool: PoolName, instance: InstanceKey, now_ms: int) -> None:
-        self.queue(pool).residency.clear_drain(instance)
+    async def send_drains(
+        self, pool: PoolName, purpose: VersionKey, instances: Sequence[InstanceKey], until_ms: int, now_ms: int
+    ) -> bool:
+        return self.queue(pool).send_drains(purpose, instances, until_ms, now_ms)
+
+    async def clear_drain(
+        self, pool: PoolName, instance: InstanceKey, now_ms: int, purpose: VersionKey | None = None
+    ) -> None:
+        self.queue(pool).residency.clear_drain(instance, purpose)
 
     async def claim_load(self, pool: PoolName, order: ClaimOrder, now_ms: int) -> Claim:
         return self.queue(pool).claim_load(order, now_ms)

@@ -9,6 +9,7 @@ from services.scheduler.domain.records import (
     CLASSES,
     AttemptId,
     DrainMark,
+    DrainStage,
     Enqueued,
     InstanceKey,
     Known,
@@ -143,8 +144,10 @@ def _depth(lane: Sequence[Any]) -> LaneDepth:
 
 
 def _drain_mark(value: str) -> DrainMark:
-    until_ms, _, purpose = value.partition("|")
-    return DrainMark(VersionKey(purpose), int(until_ms))
+    until_ms, stage, length, rest = value.split("|", 3)
+    raw = rest.encode()  # Lua counts bytes
+    of, purpose = raw[: int(length)].decode(), raw[int(length) :].decode()
+    return DrainMark(VersionKey(purpose), int(until_ms), DrainStage(stage), VersionKey(of))
 
 
 def _load_claim(value: str) -> LoadClaim:

@@ -149,9 +149,17 @@ class RedisSchedulingStore:
         given, in_use, waiting = await self._run("drain", pool, now_ms, arguments)
         return Draining(in_use) if given else DrainDenied(in_use, waiting)
 
-    async def clear_drain(self, pool: PoolName, instance: InstanceKey, now_ms: int) -> None:
+    async def send_drains(
+        self, pool: PoolName, purpose: VersionKey, instances: Sequence[InstanceKey], until_ms: int, now_ms: int
+    ) -> bool:
+        """See `SchedulingStore.send_drains`."""
+        return bool(await self._run("drain", pool, now_ms, ["send", purpose, until_ms, *instances]))
+
+    async def clear_drain(
+        self, pool: PoolName, instance: InstanceKey, now_ms: int, purpose: VersionKey | None = None
+    ) -> None:
         """See `SchedulingStore.clear_drain`."""
-        await self._run("drain", pool, now_ms, ["clear", instance])
+        await self._run("drain", pool, now_ms, ["clear", instance, purpose or ""])
 
     async def claim_load(self, pool: PoolName, order: ClaimOrder, now_ms: int) -> Claim:
         """See `SchedulingStore.claim_load`."""

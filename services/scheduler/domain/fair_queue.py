@@ -103,6 +103,7 @@ class FairQueue:
         if now_ms + wait_ms > entry.deadline_ms or 0 < room.wait_most_ms < wait_ms:
             return TooLate(wait_ms)
         self._arrivals += 1
+        self.residency.reclaim(entry.version)
         if not lane.waiting:
             queues.lift_class(entry.priority_class)
         if entry.tenant_id not in lane.queues:
@@ -379,6 +380,11 @@ class FairQueue:
         self._fence(now_ms)
         in_use = self.in_use.get(order.instance, 0)
         return self.residency.begin_drain(order, in_use, self.waiting(order.version), now_ms)
+
+    def send_drains(self, purpose: VersionKey, instances: Sequence[InstanceKey], until_ms: int, now_ms: int) -> bool:
+        """See `ResidencyBook.send_drains`. Raises Unavailable as `take` does."""
+        self._fence(now_ms)
+        return self.residency.send_drains(purpose, instances, until_ms, now_ms)
 
     def claim_load(self, order: ClaimOrder, now_ms: int) -> Claim:
         """See `ResidencyBook.claim_load`. Raises Unavailable as `take` does."""

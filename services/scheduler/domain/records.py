@@ -300,12 +300,22 @@ class DrainDenied:
 Drain = Draining | DrainDenied
 
 
+class DrainStage(StrEnum):
+    """How far the unload of a closed instance is."""
+
+    IDLE = "i"  # nobody wanted it; a request for its version that comes now takes the mark away (invariant 9)
+    ROTATING = "r"  # it is wanted, but had its time: requests for its version wait for the reload
+    SENT = "s"  # its loader has the order
+
+
 @dataclass(frozen=True, slots=True)
 class DrainMark:
     """Why an instance takes no new request."""
 
     purpose: VersionKey  # the version that gets its memory
     until_ms: int  # the mark is void from then on, so a crashed replica cannot keep an instance closed
+    stage: DrainStage = DrainStage.IDLE
+    of: VersionKey = VersionKey("")  # what the instance is, without its owner
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """What the replicas agree on about residency: drain marks, load claims, failed loads. Pure, one book a pool.
 
 A drain mark closes an instance for new grants. It is given only if the instance is idle and nobody waits for its model
-(invariant 8), or, to rotate, at once: then its running requests end first and `in_use` says when. A load claim is one
+(invariant 8), and until the order to unload it is sent, a request for it takes the mark away (invariant 9); or, to
+rotate, at once: then its running requests end first and `in_use` says when. A load claim is one
 replica's right to have a version loaded (invariant 7). Both end by themselves, so a crashed replica blocks nothing. A
 claim names the revision of the snapshot it was decided on: two replicas cannot both spend the same free memory. It also
 says for whom the instance is: from then on only its owner's requests are offered it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from roundhouse.vocabulary import NodeId, TenantId
@@ -15,10 +17,12 @@ from services.scheduler.domain.records import (
     DrainDenied,
     Draining,
     DrainMark,
+    DrainStage,
     InstanceKey,
     LoadClaim,
     LoadFailure,
     VersionKey,
+    base_of,
     instance_key,
     owner_of,
 )
@@ -82,13 +86,36 @@ class ResidencyBook:
             return DrainDenied(in_use, waiting)
         if not ours and not order.rotate and (in_use or waiting):
             return DrainDenied(in_use, waiting)
-        self.drains[order.instance] = DrainMark(order.purpose, order.until_ms)
+        stage = DrainStage.ROTATING if order.rotate else DrainStage.IDLE
+        if ours and mark is not None:
+            stage = mark.stage
+        self.drains[order.instance] = DrainMark(order.purpose, order.until_ms, stage, base_of(order.version))
         self.revision += 1
         return Draining(in_use)
 
-    def clear_drain(self, instance: InstanceKey) -> None:
-        """Open an instance again. Idempotent."""
-        if self.drains.pop(instance, None) is not None:
+    def send_drains(self, purpose: VersionKey, instances: Sequence[InstanceKey], until_ms: int, now_ms: int) -> bool:
+        """The order to unload them is sent now. False, and nothing changes, if a mark is not there any more."""
+        marks = [self.drains.get(instance) for instance in instances]
+        if any(mark is None or mark.until_ms <= now_ms or mark.purpose != purpose for mark in marks):
+            return False
+        for instance, mark in zip(instances, marks, strict=True):
+            assert mark is not None, "looked up above"
+            self.drains[instance] = DrainMark(purpose, until_ms, DrainStage.SENT, mark.of)
+        self.revision += 1
+        return True
+
+    def reclaim(self, version: VersionKey) -> None:
+        """A request for a version came: its instances that were closed as unwanted, and not sent away yet, stay."""
+        base = base_of(version)
+        kept = [key for key, mark in self.drains.items() if mark.stage is DrainStage.IDLE and mark.of == base]
+        for key in kept:
+            self.clear_drain(key)
+
+    def clear_drain(self, instance: InstanceKey, purpose: VersionKey | None = None) -> None:
+        """Open an instance again, if it is closed for `purpose` (None: for whatever). Idempotent."""
+        mark = self.drains.get(instance)
+        if mark is not None and purpose in (None, mark.purpose):
+            del self.drains[instance]
             self.revision += 1
 
     def claim_load(self, order: ClaimOrder, now_ms: int) -> Claim:

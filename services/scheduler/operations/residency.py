@@ -223,7 +223,7 @@ class Residency:
 
     async def _give_back(self, pool: PoolName, load: Load) -> None:
         for victim in load.victims:
-            await self._store.clear_drain(pool, victim.instance, self._clock.now_ms())
+            await self._store.clear_drain(pool, victim.instance, self._clock.now_ms(), load.version)
 
     async def _renew(self, pool: PoolName) -> None:
         now_ms = self._clock.now_ms()
@@ -240,6 +240,7 @@ class Residency:
         failure: RoundhouseError | None = None
         begun_ms = self._clock.now_ms()
         try:
+            await self._send_victims(pool, load)
             await self._ensure_loaded(load)
         except RoundhouseError as error:
             failure = error
@@ -271,6 +272,19 @@ class Residency:
         finally:
             self._running.pop((pool, load.version), None)
         self._dispatcher.wake(pool)
+
+    async def _send_victims(self, pool: PoolName, load: Load) -> None:
+        """Make sure, right before the order, that the victims are still to leave. Raises CapacityExhausted if not."""
+        if not load.victims:
+            return
+        now_ms = self._clock.now_ms()
+        victims = [victim.instance for victim in load.victims]
+        try:
+            sent = await self._store.send_drains(pool, load.version, victims, now_ms + HOLD_MS, now_ms)
+        except Unavailable as error:
+            raise CapacityExhausted("the store could not say whether the victims may leave") from error
+        if not sent:
+            raise CapacityExhausted("a request came for a model that was to leave")
 
     async def _ensure_loaded(self, load: Load) -> None:
         state = self._pools.nodes.state(load.node_id)

@@ -1,7 +1,7 @@
 -- Queue one attempt. ARGV from `at` on: attempt, tenant, version, class (1..3), input tokens, max output tokens,
 -- deadline, weight, payload, queue limit, slots, start after (ms), warm tokens by instance (see `warm_tokens`),
--- token limit (0 = none), longest wait (ms, 0 = up to the deadline). Answers {'known', standing} | {'full', retry ms} | {'shed', retry ms} | {'late', wait ms} |
--- {'queued', position, wait ms}.
+-- token limit (0 = none), longest wait (ms, 0 = up to the deadline). Answers {'known', standing} | {'full', retry ms} |
+-- {'shed', retry ms} | {'late', wait ms} | {'queued', position, wait ms}.
 local function enqueue_one(at)
   local id, tenant, version, class = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local input, most, deadline = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6])
@@ -35,6 +35,7 @@ local function enqueue_one(at)
   local longest = tonumber(ARGV[at + 14])
   if now + wait > deadline or (longest > 0 and wait > longest) then return {'late', int(wait)} end
 
+  reclaim(version)
   if here == 0 then -- the class comes back: up to the least pass of the classes that wait
     local least
     for other = 1, 3 do

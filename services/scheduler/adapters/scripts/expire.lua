@@ -5,7 +5,7 @@ for _, id in ipairs(ripe('leases')) do
   if r then
     release(r, r.lx - LEASE - r.gr, false)
     r.st, r.ed = 'lapsed', now
-    r.lx = r.lx - LEASE -- from now on: when it was last renewed. Whoever settles it says the same, whatever its settings
+    r.lx = r.lx - LEASE -- from now on: when it was last renewed, so that whoever settles it says the same
     call('HSET', request_key(id), 'st', r.st, 'ed', int(now), 'lx', int(r.lx))
     call('ZADD', key('due'), int(now + RETRY), id)
     lapsed[#lapsed + 1] = ticket(r)

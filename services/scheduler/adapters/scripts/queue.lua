@@ -12,7 +12,7 @@ local OUTPUT_UNITS, FIRST_OUTPUT, FIRST_RUN, SHIFT, BATCH = 2, 256, 1000, 8, 200
 local IDLE_SECONDS = 86400 -- accounts and averages of a lane nobody used for a day are forgotten
 
 local function key(name) return KEYS[1] .. name end
-local function int(value) return string.format('%.0f', value) end
+local function int(value) return string.format('%.0f', value + 0) end -- "-0" is no integer to the store
 local function num(value) return tonumber(value or 0) or 0 end
 
 -- Names: lengths first, so that no name can pose as two.
@@ -207,12 +207,31 @@ local function refuse_overdue()
   return refused
 end
 
--- Drain marks: "<until>|<purpose>" by instance.
+local function base_of(version) return string.match(version, '^(.*@[^!@]*)!') or version end
+
+-- Drain marks by instance: see `drain.lua`.
+local function read_mark(value)
+  local until_ms, stage, length, rest = string.match(value, '^(%d+)|(%a)|(%d+)|(.*)$')
+  length = tonumber(length)
+  return {until_ms = num(until_ms), stage = stage, of = string.sub(rest, 1, length),
+          purpose = string.sub(rest, length + 1)}
+end
 local function drain_mark(instance)
-  local mark = call('HGET', key('drains'), instance)
-  if not mark then return nil end
-  local until_ms, purpose = string.match(mark, '^(%d+)|(.*)$')
-  until_ms = num(until_ms)
-  if until_ms <= now then return nil end
-  return {until_ms = until_ms, purpose = purpose}
+  local value = call('HGET', key('drains'), instance)
+  local mark = value and read_mark(value)
+  if not mark or mark.until_ms <= now then return nil end
+  return mark
+end
+
+-- A request for a version came: its instances that were closed as unwanted, and not sent away yet, stay.
+local function reclaim(version)
+  if call('EXISTS', key('drains')) == 0 then return end
+  local marks, base = call('HGETALL', key('drains')), base_of(version)
+  for i = 1, #marks, 2 do
+    local mark = read_mark(marks[i + 1])
+    if mark.stage == 'i' and mark.of == base then
+      call('HDEL', key('drains'), marks[i])
+      call('INCR', key('revision'))
+    end
+  end
 end
