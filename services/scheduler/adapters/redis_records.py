@@ -140,7 +140,7 @@ def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def _depth(lane: Sequence[Any]) -> LaneDepth:
     number, _, version = lane[0].decode().partition(":")
-    return LaneDepth(VersionKey(version), CLASSES[int(number) - 1], int(lane[1]), int(lane[2]))
+    return LaneDepth(VersionKey(version), CLASSES[int(number) - 1], int(lane[1]), int(lane[2]), int(lane[3]))
 
 
 def _drain_mark(value: str) -> DrainMark:

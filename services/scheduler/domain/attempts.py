@@ -1,5 +1,6 @@
 """What the in-memory queue remembers of one attempt, and of one model version. Mutable; owned by one `FairQueue`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roundhouse.vocabulary import PriorityClass, TenantId
@@ -9,6 +10,7 @@ from services.scheduler.domain.records import (
     CLASSES,
     AttemptId,
     InstanceKey,
+    LaneDepth,
     QueueEntry,
     Standing,
     Ticket,
@@ -150,3 +152,15 @@ def tombstone(attempt_id: AttemptId, now_ms: int) -> Attempt:
     """The memory of an attempt that was cancelled before it was seen."""
     entry = QueueEntry(attempt_id, TenantId(""), VersionKey("@"), PriorityClass.STANDARD, 0, 0, 0)
     return Attempt(entry, (0, 0, attempt_id), now_ms, standing=Standing.ENDED, ended_ms=now_ms)
+
+
+def lane_depths(versions: Mapping[VersionKey, VersionQueues]) -> tuple[LaneDepth, ...]:
+    """Lanes with requests waiting, by version and class."""
+    return tuple(
+        LaneDepth(version, name, queues.lanes[name].waiting, queues.lanes[name].oldest_ms(), run_ms)
+        for version, queues in sorted(versions.items())
+        if queues.waiting
+        for run_ms in [queues.average_run_milli // 1000]
+        for name in CLASSES
+        if queues.lanes[name].waiting
+    )

@@ -12,10 +12,9 @@ from dataclasses import replace
 from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import Outcome, PriorityClass
 from services.scheduler.domain import service
-from services.scheduler.domain.attempts import Attempt, VersionQueues, estimate_wait_ms, tombstone
+from services.scheduler.domain.attempts import Attempt, VersionQueues, estimate_wait_ms, lane_depths, tombstone
 from services.scheduler.domain.backlog import Backlog
 from services.scheduler.domain.records import (
-    CLASSES,
     AttemptId,
     Cancelled,
     Drain,
@@ -233,12 +232,7 @@ class FairQueue:
 
     def depths(self) -> tuple[LaneDepth, ...]:
         """Lanes with requests waiting, by version and class."""
-        return tuple(
-            LaneDepth(version, name, queues.lanes[name].waiting, queues.lanes[name].oldest_ms())
-            for version, queues in sorted(self._versions.items())
-            for name in CLASSES
-            if queues.lanes[name].waiting
-        )
+        return lane_depths(self._versions)
 
     def waiting(self, version: VersionKey) -> int:
         """Requests that wait for a version."""

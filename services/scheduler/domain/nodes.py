@@ -108,6 +108,7 @@ class VersionSpec:
     min_replicas: int = 0
     devices: int = 1  # it takes this many of one link group, all or none
     alone: bool = False  # only on MIG slices that nobody but its owner uses
+    start_slo_ms: int = 0  # how long a request may wait for its start before the model wants another instance; 0 = ever
 
     @property
     def share(self) -> int:

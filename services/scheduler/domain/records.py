@@ -346,6 +346,7 @@ class LaneDepth:
     priority_class: PriorityClass
     waiting: int
     oldest_ms: int  # when the oldest of them was queued
+    run_ms: int = 0  # what a request of the version takes lately; 0 = not known
 
 
 @dataclass(frozen=True, slots=True)

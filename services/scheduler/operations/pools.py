@@ -124,7 +124,12 @@ class Pools:
         models = (model for model in self.catalogue.current.models.values() if model.pool == pool)
         return {
             (key := version_key(model.name, model.digest)): VersionSpec(
-                key, model.device_bytes, model.pinned, model.min_replicas, model.tensor_parallel
+                key,
+                model.device_bytes,
+                model.pinned,
+                model.min_replicas,
+                model.tensor_parallel,
+                start_slo_ms=model.ttft_slo_ms,
             )
             for model in models
         }

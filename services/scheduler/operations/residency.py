@@ -20,7 +20,6 @@ from roundhouse.clock import Clock
 from roundhouse.errors import CapacityExhausted, Conflict, InvalidInput, RoundhouseError, Unavailable
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
-from services.scheduler.domain.nodes import Residence
 from services.scheduler.domain.placement import Load, PoolView, ResidencyPolicy, Rotate, plan
 from services.scheduler.domain.records import (
     Draining,
@@ -40,6 +39,7 @@ from services.scheduler.domain.sites import sited
 from services.scheduler.domain.viability import BackingOff, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
+from services.scheduler.operations.load_outcomes import outcome, said_retry_ms
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.waits import WaitBook
 from services.scheduler.ports import AuditTrail, Instruments, LoaderFleet, SchedulingStore
@@ -248,11 +248,11 @@ class Residency:
         log.info(
             "load_ended", model=model_of(load.version), node=load.node_id, error=failure.message if failure else ""
         )
-        self._instruments.load_ended(pool, model_of(load.version), _outcome(failure))
+        self._instruments.load_ended(pool, model_of(load.version), outcome(failure))
         details = {
             "pool": pool,
             "node": load.node_id,
-            "outcome": _outcome(failure),
+            "outcome": outcome(failure),
             "took_ms": str(ended_ms - begun_ms),
         }
         if failure is not None:
@@ -362,7 +362,7 @@ class Residency:
             case _:
                 tries += 1
                 pause_ms = min(LONGEST_RETRY_MS, FIRST_RETRY_MS << min(tries - 1, 16))
-                said_ms = _said_retry_ms(view, load)
+                said_ms = said_retry_ms(view, load)
                 return LoadFailure(max(now_ms + pause_ms, said_ms + RETRY_MARGIN_MS), tries, error.message)
 
     async def _refuse_hopeless(self, pool: PoolName, view: PoolView) -> None:
@@ -388,19 +388,3 @@ def _wire_version(version: VersionKey) -> vocabulary_pb2.ModelVersion:
 def _is_claimed(state: PoolState, version: VersionKey, now_ms: int) -> bool:
     claim = state.loads.get(version)
     return claim is not None and claim.until_ms > now_ms
-
-
-def _said_retry_ms(view: PoolView, load: Load) -> int:
-    node = next((each for each in view.nodes if each.node_id == load.node_id), None)
-    found = node.find(load.version) if node else None
-    return found.retry_at_ms if found is not None and found.residence is Residence.FAILED else 0
-
-
-def _outcome(failure: RoundhouseError | None) -> str:
-    match failure:
-        case None:
-            return "ready"
-        case CapacityExhausted() | Conflict():
-            return "no_room"
-        case _:
-            return "failed"
