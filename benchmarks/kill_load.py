@@ -15,7 +15,7 @@ import httpx
 
 WORKERS: Final = 8
 TOKENS: Final = (4, 40)  # of a request; at 20 ms each a stream lasts up to 0.8 s
-RETRY_S: Final = 0.1  # while the gateway is away
+RETRY_S: Final = 0.3  # after a refusal, and while the gateway is away
 AWAY_S_MAX: Final = 60.0
 STEPS: Final = ("sent", "first token", "middle", "last token", "end", "recorded")
 """Where the marked request stands when a part is killed: some ms after it was sent (admitted, queued or granted), at
@@ -88,16 +88,16 @@ class Load:
         for number in numbers:
             mark = marked.get(number)
             while not await self._one(client, number, mark):  # noqa: ASYNC110 - nothing to wait for but the next try
-                await asyncio.sleep(RETRY_S)  # a marked request must reach its step: another is sent in its place
+                await asyncio.sleep(RETRY_S)
 
     async def _one(self, client: httpx.AsyncClient, number: int, mark: Mark | None) -> bool:
-        """One request; False if it is to be sent again because it never got so far as its mark."""
+        """One request; False if it is to be sent again: it was refused, or never got so far as its mark."""
         seen = Client(number, self.chance.randint(*TOKENS))
         await self._until_there(client)
         self.clients.append(seen)
         with suppress(httpx.HTTPError):  # the gateway was killed, or is not there yet
             await self._stream(client, seen, mark)
-        return mark is None or mark.task is not None
+        return seen.status == 200 and (mark is None or mark.task is not None)
 
     async def _until_there(self, client: httpx.AsyncClient) -> None:
         async with asyncio.timeout(AWAY_S_MAX):

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, cast
 
 import httpx
 import yaml
@@ -27,7 +28,9 @@ from benchmarks.kill_load import STEPS, Load, Mark
 from benchmarks.report import Figure, Goal, Report
 from deploy.local.parts import ClusterOptions
 from roundhouse import subjects
+from roundhouse.budgets import budget_key, period_text, spent_field
 from roundhouse.event_bus import NatsBus
+from roundhouse.redis_edge import open_redis
 from roundhouse.wire.v1.usage_pb2 import RatedRecord
 from tests import infra
 from tests.builders.checkpoints import knob_model
@@ -38,6 +41,7 @@ DESCRIPTION = "kill -9 of each part at each step of 500 requests: streamed = led
 
 PARTS: Final = ("gateway", "scheduler", "nats", "metering", "database")
 MODEL_BYTES: Final = 20 * 2**20
+FEEDS: Final = 20  # answers whose way to the budget is timed, for each seed
 SETTLE_S: Final = 60.0  # for the books after the last request of a block
 LEASE_S: Final = 13.0  # until the scheduler has settled what a killed gateway had: its own event must then not add
 GENEROUS: Final = {"requests_per_minute": 100_000, "tokens_per_minute": 100_000_000, "concurrent_requests": 256}
@@ -108,7 +112,8 @@ def _catalogue(folder: Path) -> Path:
         "price": {"id": "p1", "input": "1", "output": "2"},
     }
     path = folder / "catalogue.yaml"
-    declared = {"version": 1, "tenants": [{"name": "acme", "limits": GENEROUS}], "models": [model]}
+    tenant = {"name": "acme", "limits": GENEROUS, "budget": {"amount": "1000"}}
+    declared = {"version": 1, "tenants": [tenant], "models": [model]}
     path.write_text(yaml.safe_dump(declared, sort_keys=False))
     return path
 
@@ -140,7 +145,6 @@ class _Books:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._taken: set[str] = set()  # requests of earlier blocks
-        self._began_ms = round(time.time() * 1000)
 
     async def settle(self, streamed: set[str]) -> None:
         """Wait until the ledger has all of these requests and the billing stream all of the ledger, or give up."""
@@ -163,10 +167,10 @@ class _Books:
         self._taken |= {row.request_id for row in rows} | news.keys()
         return rows, news
 
-    async def differences(self) -> list[dict[str, str]]:
+    async def differences(self, since_ms: int) -> list[dict[str, str]]:
         """What the mesh's own reconciler finds."""
         until_ms = round(time.time() * 1000)
-        found = await self._get("/metering/differences", **{"from": str(self._began_ms), "to": str(until_ms)})
+        found = await self._get("/metering/differences", **{"from": str(since_ms), "to": str(until_ms)})
         return list(found["differences"])
 
     async def _rows(self) -> list[Row]:
@@ -206,42 +210,66 @@ class _Books:
             await bus.close()
 
 
-def run_seed(ledger: str, plan: Plan) -> tuple[list[Tally], list[dict[str, str]]]:
-    """A fresh mesh for one seed: the lines, and the differences that its own reconciler reports afterwards."""
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """What one seed showed: the lines, what the mesh's own reconciler says afterwards, how soon spend is known."""
+
+    lines: Sequence[Tally]
+    differences: Sequence[dict[str, str]]
+    feeds_ms: Sequence[float]
+
+
+def run_seed(ledger: str, plan: Plan) -> Seed:
+    """A fresh mesh for one seed."""
     with arena_running(ledger) as arena:
 
-        async def both() -> tuple[list[Tally], list[dict[str, str]]]:
+        async def all_of_it() -> Seed:
+            began_ms = round(time.time() * 1000)
             lines = await matrix(arena, plan)
-            return lines, await _differences_after(arena.mesh)
+            differences = await _Books(arena.mesh).differences(began_ms)
+            return Seed(lines, differences, await _feeds(arena.mesh))
 
-        return asyncio.run(both())
+        return asyncio.run(all_of_it())
 
 
-async def _differences_after(mesh: Mesh) -> list[dict[str, str]]:
-    books = _Books(mesh)
-    books._began_ms -= 3_600_000
-    return await books.differences()
+async def _feeds(mesh: Mesh) -> list[float]:
+    """Ms from the end of an answer until the store, which gateways read, has its cost in what was spent."""
+    redis = open_redis(mesh.redis_url)
+    field = spent_field(period_text("month", round(time.time() * 1000)), "USD")
+    times = []
+    try:
+        for number in range(FEEDS):
+            before = int(await cast("Any", redis.hget(budget_key("acme"), field)) or 0)
+            load = Load(mesh.http_url, mesh.keys["acme"], "story", random.Random(number))
+            await load.run(1, ())
+            ended = time.monotonic()
+            async with asyncio.timeout(SETTLE_S):
+                while int(await cast("Any", redis.hget(budget_key("acme"), field)) or 0) == before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            times.append((time.monotonic() - ended) * 1000)
+    finally:
+        await redis.aclose()
+    return times
 
 
 def run(arguments: Sequence[str]) -> Report:
     """Kill everything, at every step, for every seed."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=500, help="of one seed, over all parts")
     parser.add_argument("--ledger", choices=("postgresql", "sqlite"), default=None)
     options = parser.parse_args(arguments)
     ledger = options.ledger or ("sqlite" if infra.postgres_missing() else "postgresql")
     parts = [part for part in PARTS if part != "database" or ledger == "postgresql"]
-    lines: list[Tally] = []
-    differences: list[dict[str, str]] = []
-    for seed in range(1, options.seeds + 1):
-        found, different = run_seed(ledger, Plan(options.requests // len(parts), parts, STEPS, seed))
-        lines += found
-        differences += different
-        show(found, f"seed {seed}, {ledger}")
+    seeds: list[Seed] = []
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        seeds.append(run_seed(ledger, Plan(options.requests // len(parts), parts, STEPS, seed)))
+        show(seeds[-1].lines, f"seed {seed}, {ledger}")
+    lines = [line for each in seeds for line in each.lines]
     totals = [_sum(part, [line for line in lines if line.part == part]) for part in parts]
     show(totals, f"{options.seeds} seeds, {ledger}")
-    return _report(ledger, options.seeds, totals, differences)
+    return _report(ledger, seeds, totals)
 
 
 def _sum(part: str, lines: Sequence[Tally]) -> Tally:
@@ -260,10 +288,13 @@ def show(lines: Sequence[Tally], title: str) -> None:
     Console(width=200).print(table)
 
 
-def _report(ledger: str, seeds: int, totals: Sequence[Tally], differences: Sequence[dict[str, str]]) -> Report:
-    figures: dict[str, Figure] = {"ledger": ledger, "seeds": seeds}
+def _report(ledger: str, seeds: Sequence[Seed], totals: Sequence[Tally]) -> Report:
+    differences = [each for seed in seeds for each in seed.differences]
+    feeds_ms = sorted(each for seed in seeds for each in seed.feeds_ms)
+    figures: dict[str, Figure] = {"ledger": ledger, "seeds": len(seeds)}
     for line in totals:
         figures |= {f"{line.part}_{name}": value for name, value in asdict(line).items() if name != "part"}
+    figures |= {"spend_known_ms_p50": round(median(feeds_ms), 1), "spend_known_ms_max": round(feeds_ms[-1], 1)}
     whole = _sum("all", totals)
     goals = [
         Goal.at_most("tokens lost", 0, whole.lost),
@@ -277,6 +308,7 @@ def _report(ledger: str, seeds: int, totals: Sequence[Tally], differences: Seque
         ),
         Goal.at_most("tokens of the largest piece in flight", PIECE_TOKENS_MAX, whole.in_flight_max),
         Goal.at_most("differences that the reconciler reports", 0, len(differences)),
+        Goal.at_most("ms until spend is known to the gateways, at most", 2_000, feeds_ms[-1]),
     ]
     for each in differences:
         Console(stderr=True, width=200).print(each)
