@@ -46,6 +46,7 @@ from services.loader.operations.prestage import Prestage
 from services.loader.operations.progress import ProgressGauge
 from services.loader.operations.staging import Stagings
 from services.loader.operations.steps import Steps
+from services.loader.operations.succession import Succession
 from services.loader.operations.tell import Announcer
 from services.loader.operations.watch_triton import TURN_MS, TritonWatch
 from services.loader.settings import LoaderSettings
@@ -139,10 +140,13 @@ class _Loader:
             await maintenance.begin(self.node.maintenance)  # an earlier process may not have come to its end
         orders = Orders(self.node, steps, self._library, self._gauge, self._clock)
         handlers = Handlers(orders, prestage, self._gauge, maintenance)
+        succession = Succession(self.node, steps, caches, self._library, self._audit, self._clock)
         announcer = await self._serve(handlers, watch, lifecycle)
+        lifecycle.every(TURN_MS, succession.turn, "succession")
         if self._settings.host_prefault:
             lifecycle.spawn(self._arena.fault_in(), "fault in")
         self._drains = [
+            succession.stop,
             handlers.prestage.stop,
             lambda: steps.settle(round(self._settings.drain_seconds * 1000)),
             lambda: self._server.stop(1.0),

@@ -25,6 +25,7 @@ from services.loader.operations.prestage import Prestage, StageOrder
 from services.loader.operations.progress import Progress, ProgressGauge
 from services.loader.operations.staging import Stagings
 from services.loader.operations.steps import Steps
+from services.loader.operations.succession import Succession
 from services.loader.operations.watch_triton import TritonWatch
 from services.loader.ports import ArenaView, AuditNote, LoadPackage, Remembered
 from tests.fakes.clock import VirtualClock, run_virtual
@@ -257,10 +258,11 @@ async def small_node(
         orders = Orders(node, steps, library, gauge, clock)
         prestage = Prestage(node, caches, library, gauge, clock)
         maintenance = Maintenance(node, steps, prestage, recollection)
+        succession = Succession(node, steps, caches, library, audit, clock)
         await caches.start()
         await recollection.recall()
         await watch.turn()
-        beat = asyncio.create_task(_beat(watch, clock)) if watched else None
+        beat = asyncio.create_task(_beat(watch, succession, clock)) if watched else None
         yield SmallNode(
             clock,
             node,
@@ -280,10 +282,11 @@ async def small_node(
             gauge,
             watch,
         )
-        await prestage.stop()
-        await steps.settle(SETTLED_MS)
         if beat is not None:
             beat.cancel()
+        await succession.stop()
+        await prestage.stop()
+        await steps.settle(SETTLED_MS)
 
 
 def source_of(model: Model) -> FakeSource:
@@ -291,14 +294,15 @@ def source_of(model: Model) -> FakeSource:
     return FakeSource(model.digest, model.files or (small_file(f"{model.name}1", 100),))
 
 
-async def _beat(watch: TritonWatch, clock: VirtualClock) -> None:
+async def _beat(watch: TritonWatch, succession: Succession, clock: VirtualClock) -> None:
     while True:
         await clock.sleep_ms(1_000)
         await watch.turn()
+        await succession.turn()
 
 
 def on_a_small_node(
-    *models: Model, **sizes: int
+    *models: Model, **sizes: int | bool
 ) -> Callable[[Callable[[SmallNode], Awaitable[None]]], Callable[[], None]]:
     """Run a test inside a node of its own, in virtual time."""
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from roundhouse.catalogue.records import Engine
+from roundhouse.catalogue.records import Engine, Model
 from roundhouse.clock import Clock
-from roundhouse.errors import CapacityExhausted, DeadlinePassed, RoundhouseError, Unavailable
+from roundhouse.errors import CapacityExhausted, DeadlinePassed, NotFound, RoundhouseError, Unavailable
 from services.loader.domain import instance as words
 from services.loader.domain.instance import Command, State
 from services.loader.domain.memory_ledger import NoRoom
@@ -88,7 +88,7 @@ class Performer:
     async def _admit(self, home: Residence) -> None:
         version = home.instance.version
         try:
-            home.model = self._parts.library.find(version)
+            home.model = self._model_of(home)
             known = self._node.measured.get(version)
             home.device_bytes = known or await self._parts.library.device_bytes(home.model)
             files = await self._caches.look(weights_of(home.model, self._parts.library))
@@ -102,6 +102,15 @@ class Performer:
             return
         self._steps.promise(home, victims)
         self._steps.take(version, words.Admitted())
+
+    def _model_of(self, home: Residence) -> Model:
+        """The catalogue's record; of a version that it replaced and that has to come back, the last one. NotFound."""
+        try:
+            return self._parts.library.find(home.instance.version)
+        except NotFound:
+            if home.succeeded_by is None:
+                raise
+            return home.model
 
     async def _stage(self, home: Residence) -> None:
         version, began_ms = home.instance.version, self._parts.clock.monotonic_ms()

@@ -162,7 +162,8 @@ class TritonWatch:
             if self._node.disk.held_by(version.digest).resident:
                 self._show_on_disk(version)
         for version in self._node.residences.keys() - current:
-            if self._node.residences[version].instance.state.is_at_rest:
+            home = self._node.residences[version]
+            if home.instance.state.is_at_rest and home.succeeded_by is None:
                 del self._node.residences[version]
                 self._node.tell()
 
