@@ -34,11 +34,13 @@ from services.metering.adapters.reconciling_sources import StreamSources
 from services.metering.adapters.signing import PeriodSigner
 from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_entries import SqlEntries
+from services.metering.adapters.sql_erasure import SqlForgetting
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
 from services.metering.adapters.sql_spend import SqlSpend
 from services.metering.adapters.sql_webhooks import SqlWebhooks
+from services.metering.adapters.stream_erasure import JetStreamErasure
 from services.metering.adapters.usage_api import usage_api
 from services.metering.adapters.usage_stream import JetStreamUsage
 from services.metering.adapters.webhook_http import HttpPoster
@@ -46,6 +48,7 @@ from services.metering.adapters.webhooks_api import WebhookServices, webhooks_ro
 from services.metering.operations.budgeting import TURN_MS as BUDGETS_MS
 from services.metering.operations.budgeting import BudgetFeed
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
+from services.metering.operations.forgetting import RETENTION_EVERY_MS, Retention
 from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import LOOK_EVERY_MS, Publisher
 from services.metering.operations.reconciling import LOOK_MS as RECONCILING_MS
@@ -97,7 +100,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             pricing = PriceKeeper(prices, SqlPrices(ledger.database), using.clock)
             webhooks, sender = _webhooks(settings, ledger, using.clock, stack)
             lifecycle.every(WEBHOOKS_MS, sender.turn, "metering_webhooks")
-            money = _money(settings, ledger, pricing, using.clock)
+            money = _money(settings, ledger, bus, pricing, using.clock)
             reconciler = await _reconciler(settings, ledger, bus, prices, observer, using.clock, stack)
             routers = (accounts_router(money), webhooks_router(webhooks), reconciling_router(reconciler, using.clock))
             using.http_port = await stack.enter_async_context(
@@ -110,6 +113,8 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             lifecycle.every(CONDITIONS_MS, watch.conditions, "metering_conditions")
             lifecycle.every(GAUGES_MS, watch.gauges, "metering_gauges")
             lifecycle.every(LOOK_EVERY_MS, publisher.look, "metering_billing_look")
+            retention = Retention(money.forgetting, prices, using.clock)
+            lifecycle.every(RETENTION_EVERY_MS, retention.turn, "metering_retention")
             lifecycle.every(FOLD_EVERY_MS, Folding(ledger).turn, "metering_folding")
             budgets = await _budgets(settings, ledger, bus, prices, using.clock, stack)
             lifecycle.every(BUDGETS_MS, budgets.turn, "metering_budgets")
@@ -168,7 +173,9 @@ def _webhooks(
     return WebhookServices(store, poster, clock), sender
 
 
-def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, clock: Clock) -> MoneyServices:
+def _money(
+    settings: MeteringSettings, ledger: SqlLedger, bus: NatsBus, pricing: PriceKeeper, clock: Clock
+) -> MoneyServices:
     signer = PeriodSigner(settings.signing_key_path())
     return MoneyServices(
         accounts=SqlAccounts(ledger.database, cluster=settings.cluster, sign=signer.sign),
@@ -176,6 +183,8 @@ def _money(settings: MeteringSettings, ledger: SqlLedger, pricing: PriceKeeper, 
         pricing=pricing,
         rerating=SqlRerating(ledger.database),
         entries=SqlEntries(ledger.database),
+        forgetting=SqlForgetting(ledger.database),
+        streams=JetStreamErasure(bus),
         ledger=ledger,
         clock=clock,
     )

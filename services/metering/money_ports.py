@@ -192,3 +192,31 @@ class WebhookPoster(Protocol):
     async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """One attempt, bounded in time. Never raises but when cancelled."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """Under which pseudonym a tenant's sums are from now on, and how many rows were renamed by this call."""
+
+    pseudonym: str
+    rows: int
+
+
+class Forgetting(Protocol):
+    """What the ledger lets go of. Raises Unavailable while the database is away. Sums never change."""
+
+    async def erase(self, tenant_id: str, *, now_ms: int) -> Erased:
+        """Replace a tenant by its pseudonym everywhere; its later events are recorded under that. Idempotent."""
+        ...
+
+    async def remove(self, tenant_id: str, *, before_ms: int) -> int:
+        """Remove single rows of closed periods from before an instant, if they were published; how many. Idempotent."""
+        ...
+
+
+class StreamErasure(Protocol):
+    """The streams, for an erasure."""
+
+    async def erase(self, tenant_id: str) -> None:
+        """Remove what is recorded of a tenant. Idempotent. Raises Unavailable."""
+        ...

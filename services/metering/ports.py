@@ -64,8 +64,9 @@ class Ledger(Protocol):
         """How far the billing stream is."""
         ...
 
-    async def publish_again(self, *, after: int) -> int:
-        """Publish every row after a sequence once more; how many were published before. 0 if there are none."""
+    async def publish_again(self, *, after: int, unless_erased: bool = False) -> int:
+        """Publish every row after a sequence once more; how many were published before. 0 if there are none, and, if
+        so wanted, if all of them belong to erased tenants: their records are missing on purpose."""
         ...
 
     async def unpublished(self) -> int:

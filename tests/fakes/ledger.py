@@ -91,7 +91,7 @@ class FakeLedger:
         self._answer()
         return Publication(self._published, self._turn)
 
-    async def publish_again(self, *, after: int) -> int:
+    async def publish_again(self, *, after: int, unless_erased: bool = False) -> int:
         """See `Ledger.publish_again`."""
         self._answer()
         again = max(0, self._published - after)

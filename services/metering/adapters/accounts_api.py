@@ -21,9 +21,19 @@ from services.metering.domain.periods import parse_instant, parse_month
 from services.metering.domain.rating import money_text
 from services.metering.domain.statements import ClosedPeriod, differences
 from services.metering.domain.usage import TIME_MS_END
-from services.metering.money_ports import Accounts, Entries, PriceStore, Pricing, RatingPage, Rerating
+from services.metering.money_ports import (
+    Accounts,
+    Entries,
+    Forgetting,
+    PriceStore,
+    Pricing,
+    RatingPage,
+    Rerating,
+    StreamErasure,
+)
 from services.metering.operations.applying import apply_prices
 from services.metering.operations.exporting import period_entries
+from services.metering.operations.forgetting import erase_tenant
 from services.metering.operations.rerating import RerateReport, rerate_period
 from services.metering.ports import Ledger
 
@@ -54,6 +64,8 @@ class MoneyServices:
     pricing: Pricing
     rerating: Rerating
     entries: Entries
+    forgetting: Forgetting
+    streams: StreamErasure
     ledger: Ledger
     clock: Clock
 
@@ -74,6 +86,7 @@ def accounts_router(services: MoneyServices) -> APIRouter:
         ("GET", "/v1/statements/{month}", api.statement),
         ("GET", "/v1/export/{month}", api.export),
         ("POST", "/v1/billing/republish", api.republish),
+        ("POST", "/v1/tenants/{tenant}/erase", api.erase),
     ):
         _add(router, method, path, handler)
     return router
@@ -164,6 +177,14 @@ class _AccountsApi:
             raise InvalidInput("sequences begin at 1", param="from_sequence")
         rows = await self._services.ledger.publish_again(after=body.from_sequence - 1)
         return JSONResponse({"from_sequence": body.from_sequence, "rows": rows})
+
+    async def erase(self, request: Request) -> Response:
+        """Make a tenant anonymous, for ever; sums stay"""
+        services = self._services
+        erased = await erase_tenant(
+            services.forgetting, services.streams, services.clock, request.path_params["tenant"]
+        )
+        return JSONResponse({"pseudonym": erased.pseudonym, "rows": erased.rows})
 
     async def _closed(self, period_ms: int) -> ClosedPeriod:
         for closed in await self._services.accounts.closed():

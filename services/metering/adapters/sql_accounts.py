@@ -17,11 +17,10 @@ from services.metering.adapters.schema_accounts import HOUR_SUMS, closed_periods
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_ledger import lock_head
 from services.metering.adapters.sql_rollup import fold
+from services.metering.domain.forgetting import PSEUDONYM_MARK
 from services.metering.domain.periods import DAY_MS, month_start_ms, month_text, next_month_ms
 from services.metering.domain.statements import ClosedPeriod, Closing, Line, Statement, Sums, document_of
 
-PSEUDONYM_MARK: Final = "~"
-"""Begins every pseudonym. No tenant is named so: names begin with a letter or digit."""
 _PSEUDONYM_BYTES: Final = 16  # chance enough that two never meet
 _columns = usage_hours.c
 _SUMS: Final = (
@@ -68,7 +67,7 @@ class SqlAccounts:
         if known is not None:
             return _closed_period(known)
         _check_closable(connection, period_ms, head.open_from_ms, now_ms)
-        _fold_all(connection)
+        fold_all(connection)
         by_tenant = _named(connection, _period_sums(connection, period_ms))
         document = document_of(Closing(self._cluster, period_ms, now_ms, head.sequence, tuple(by_tenant)))
         signature, public_key = self._sign(document)
@@ -85,14 +84,14 @@ def _check_closable(connection: Connection, period_ms: int, open_from_ms: int, n
         raise Conflict(f"{month_text(period_ms)} is not over yet")
     if period_ms < open_from_ms:
         raise Conflict(f"a later month than {month_text(period_ms)} is closed already; nothing was booked in this one")
-    _fold_all(connection)
+    fold_all(connection)
     earlier = select(func.min(_columns.period_ms)).where(_columns.period_ms < period_ms)
     first: int | None = connection.execute(earlier.where(_columns.period_ms >= open_from_ms)).scalar_one()
     if first is not None:
         raise Conflict(f"months are closed in order: {month_text(first)} is still open")
 
 
-def _fold_all(connection: Connection) -> None:
+def fold_all(connection: Connection) -> None:
     while fold(connection, least=1):
         pass
 
@@ -110,7 +109,7 @@ def _is_empty(sums: Sums) -> bool:
 
 def _folded_sums(connection: Connection, period_ms: int) -> list[tuple[str, Sums]]:
     connection.execute(lock_head)
-    _fold_all(connection)
+    fold_all(connection)
     return _named(connection, _period_sums(connection, period_ms))
 
 
@@ -133,7 +132,7 @@ def pseudonym_of(connection: Connection, tenant_id: str) -> str:
 
 def _statement(connection: Connection, tenant_id: str, period_ms: int) -> Statement:
     head = connection.execute(lock_head).one()
-    _fold_all(connection)
+    fold_all(connection)
     lines = _lines(connection, tenant_id, period_ms)
     closed = connection.execute(select(closed_periods).where(closed_periods.c.period_ms == period_ms)).first()
     return Statement(
@@ -165,7 +164,7 @@ def _lines(connection: Connection, tenant_id: str, period_ms: int) -> list[Line]
 
 def _tenants(connection: Connection, period_ms: int) -> list[str]:
     connection.execute(lock_head)
-    _fold_all(connection)
+    fold_all(connection)
     names = select(_columns.tenant_id).where(_columns.period_ms == period_ms).distinct().order_by(_columns.tenant_id)
     return list(connection.execute(names).scalars())
 

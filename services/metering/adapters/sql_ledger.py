@@ -18,7 +18,7 @@ from services.metering.adapters.schema import ONLY_ROW, billing_outbox, ledger_h
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_forgotten import read_forgotten
 from services.metering.adapters.sql_rollup import fold
-from services.metering.domain.forgetting import Forgotten
+from services.metering.domain.forgetting import PSEUDONYM_MARK, Forgotten
 from services.metering.domain.ledger import (
     BatchPlan,
     Books,
@@ -107,9 +107,9 @@ class SqlLedger:
         """See `Ledger.publication`."""
         return await self.database.read("publication", _publication)
 
-    async def publish_again(self, *, after: int) -> int:
+    async def publish_again(self, *, after: int, unless_erased: bool = False) -> int:
         """See `Ledger.publish_again`."""
-        return await self.database.write("publish again", lambda connection: _publish_again(connection, after))
+        return await self.database.write("publish again", lambda c: _publish_again(c, after, unless_erased))
 
     async def unpublished(self) -> int:
         """See `Ledger.unpublished`."""
@@ -217,9 +217,13 @@ def _publication(connection: Connection) -> Publication:
     return Publication(row.published_sequence, row.turn)
 
 
-def _publish_again(connection: Connection, after: int) -> int:
+def _publish_again(connection: Connection, after: int, unless_erased: bool) -> int:
     outbox = connection.execute(select(billing_outbox).where(_is_outbox).with_for_update()).one()
     if outbox.published_sequence <= after:
+        return 0
+    missing = usage_rows.c.sequence.between(after + 1, outbox.published_sequence)
+    named = select(usage_rows.c.sequence).where(missing, usage_rows.c.tenant_id.not_like(f"{PSEUDONYM_MARK}%"))
+    if unless_erased and connection.execute(named.limit(1)).first() is None:
         return 0
     again = {"published_sequence": after, "turn": outbox.turn + 1}
     connection.execute(update(billing_outbox).where(_is_outbox).values(again))

@@ -4,9 +4,9 @@ from sqlalchemy import Connection, select
 
 from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import usage_rows
-from services.metering.adapters.sql_accounts import PSEUDONYM_MARK
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_ledger import lock_head, write_plan
+from services.metering.domain.forgetting import PSEUDONYM_MARK
 from services.metering.domain.ledger import Books, LedgerRow, plan_rerating
 from services.metering.domain.prices import PriceBook
 from services.metering.domain.rating import Rating, rate

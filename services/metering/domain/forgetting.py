@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from services.metering.domain.ledger import Candidate, Rejected
 from services.metering.domain.usage import UsageFacts
 
+PSEUDONYM_MARK: Final = "~"
+"""Begins every pseudonym. No tenant is named so: names begin with a letter or digit."""
 ERASED_ADAPTER: Final = "erased"
 """In place of an adapter's name, which may name its owner. That there was one still shows."""
 

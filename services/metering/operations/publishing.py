@@ -61,7 +61,7 @@ class Publisher:
         last = await self._billing.last_sequence()
         if last is None or last >= before.sequence:
             return 0
-        again = await self._ledger.publish_again(after=last)
+        again = await self._ledger.publish_again(after=last, unless_erased=True)
         if again:
             log.warning("billing_stream_was_behind", stream_sequence=last, published_again=again)
         return again

@@ -18,6 +18,7 @@ from services.metering.adapters.accounts_api import MoneyServices, accounts_rout
 from services.metering.adapters.signing import PeriodSigner, signature_holds
 from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_entries import SqlEntries
+from services.metering.adapters.sql_erasure import SqlForgetting
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
@@ -64,6 +65,13 @@ class Office:
         return answer.json()
 
 
+class NoStreams:
+    """`StreamErasure` where there are none."""
+
+    async def erase(self, tenant_id: str) -> None:
+        """See `StreamErasure.erase`."""
+
+
 @pytest.fixture
 async def office(tmp_path: Path) -> AsyncIterator[Office]:
     """An empty ledger in the first days of February 2026, with `priced_catalogue`."""
@@ -78,6 +86,8 @@ async def office(tmp_path: Path) -> AsyncIterator[Office]:
         pricing,
         SqlRerating(ledger.database),
         SqlEntries(ledger.database),
+        SqlForgetting(ledger.database),
+        NoStreams(),
         ledger,
         clock,
     )
@@ -241,6 +251,18 @@ async def test_an_export_adds_up_to_the_statement(office: Office, monkeypatch: p
     everybody = list(csv.DictReader((await office.client.get("/v1/export/2026-01")).text.splitlines()))
     assert {line["tenant"] for line in everybody} == {"t1", "t2"}
     assert (await office.client.get("/v1/export/2026-01?format=xls")).status_code == 400
+
+
+async def test_an_erasure_is_one_call(office: Office) -> None:
+    """The name is gone from every answer, the sums are not, and the closed month still verifies."""
+    await office.record(usage_facts("r1"), usage_facts("r2", tenant_id="t2"))
+    await office.post("/v1/periods/2026-01/close")
+    erased = await office.post("/v1/tenants/t1/erase")
+    assert (erased["rows"], erased["pseudonym"][0]) == (1, "~")
+    rows = (await office.get("/v1/usage?group_by=tenant"))["rows"]
+    assert [(row["tenant"], row["amount"]) for row in rows] == [("t2", "0.00492"), (erased["pseudonym"], "0.00492")]
+    verified = await office.get("/v1/periods/2026-01/verify")
+    assert (verified["signature"], verified["ledger"]) == (True, True)
 
 
 async def test_the_stream_is_published_again_from_a_sequence(office: Office) -> None:
