@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from deploy.local.parts import ClusterOptions, Profile
+from tests.builders.checkpoints import random_checkpoint
 from tests.e2e.calls import admin_get, ledger_rows, nothing, opened, streamed
-from tests.e2e.catalogue import NODE_BYTES, write_catalogue
+from tests.e2e.catalogue import MODEL_BYTES, NODE_BYTES, PRICE
 from tests.e2e.mesh import Mesh, mesh_running
 from tests.infra import wait_until
 
@@ -72,8 +75,19 @@ def metric(mesh: Mesh, part: str, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """A mesh of a node for prompts and a node that decodes."""
+    """A mesh of a node for prompts and a node that decodes, with a model whose prompts take a while."""
     root = tmp_path_factory.mktemp("split")
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "layers": 4, "heads": 8, "kv_heads": 4}
+    model = {
+        "name": "thinker",
+        "source": {"path": str(random_checkpoint(root / "thinker", 5, context_tokens=1024, **shape))},
+        "engine": "reference",
+        "interface": "llm",
+        "memory": {"device": MODEL_BYTES, "kv_pool_tokens": 4096},
+        "price": PRICE,
+    }
+    catalogue = root / "catalogue.yaml"
+    catalogue.write_text(yaml.safe_dump({"version": 1, "tenants": [{"name": "acme"}], "models": [model]}))
     options = ClusterOptions(
         nodes=2,
         device_bytes=NODE_BYTES,
@@ -85,28 +99,32 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         drain_seconds=3,
         profile=Profile.DISAGGREGATED,
     )
-    with mesh_running(root / "home", options, write_catalogue(root)) as running:
+    with mesh_running(root / "home", options, catalogue) as running:
         yield running
 
 
-def test_a_long_prompt_runs_on_one_node_and_decodes_on_the_other(mesh: Mesh, split: Mesh) -> None:
-    """While a stream decodes, a long prompt is handed over: the text is that of a node that does it all, the usage is
-    that of one request, the decode node's kvstore fetched blocks, and nothing is held at the end."""
-    prompt = {"messages": [{"role": "user", "content": "tell me about the railways of the world " * 10}]}
-    alone = streamed(mesh, "tiny-2", max_tokens=40, act=nothing, body={"ignore_eos": True, "temperature": 0, **prompt})
-    streamed(split, "tiny-2", max_tokens=4, act=nothing)
-    wait_until(lambda: None if holders(split, "tiny-2") == {"node-1", "node-2"} else "not on both nodes", within_s=30)
-    with opened(split, "tiny-2", max_tokens=TOKENS, body={"ignore_eos": True}) as (running, events):
-        next(events)
-        handed = streamed(
-            split, "tiny-2", max_tokens=40, act=nothing, body={"ignore_eos": True, "temperature": 0, **prompt}
-        )
-        for _ in events:
-            pass
-    assert (running.done, handed.done, handed.errors) == (True, True, [])
-    assert handed.text == alone.text
+def test_a_long_prompt_runs_on_one_node_and_decodes_on_the_other(split: Mesh) -> None:
+    """Alone a long prompt stays on the decode node; beside three streams another is handed over. Its usage is that of
+    one request, decode fetched its blocks, the hold on them ends, and the text is that of a run in one place."""
+    first, second = (
+        {"ignore_eos": True, "temperature": 0, "messages": [{"role": "user", "content": f"{what} of the world " * 30}]}
+        for what in ("the railways", "the stations")
+    )
+    streamed(split, "thinker", max_tokens=40, act=nothing, body=first)
+    wait_until(lambda: None if holders(split, "thinker") == {"node-1", "node-2"} else "not on both nodes", within_s=30)
+    assert metric(split, "kvstore-2", "roundhouse_kv_peer_fetched_total") == 0
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(opened(split, "thinker", max_tokens=600, body={"ignore_eos": True})) for _ in range(3)
+        ]
+        for _, events in running:
+            next(events)
+        handed = streamed(split, "thinker", max_tokens=40, act=nothing, body=second)
+        assert [sum(1 for _ in events) > 0 and stream.done for stream, events in running] == [True] * 3
+    assert (handed.done, handed.errors) == (True, [])
     assert handed.completion_tokens == 40
     [row] = attempts(split, handed.request_id)
     assert (row["outcome"], row["output_tokens"], row["node"]) == ("done", 40, "node-2")
     assert metric(split, "kvstore-2", "roundhouse_kv_peer_fetched_total") > 0
-    assert metric(split, "kvstore-1", "roundhouse_kv_holds") == 0
+    wait_until(lambda: "blocks are held" if metric(split, "kvstore-1", "roundhouse_kv_holds") else None, within_s=30)
+    assert streamed(split, "thinker", max_tokens=40, act=nothing, body=second).text == handed.text
