@@ -29,7 +29,7 @@ from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.adapters.answer_store import RedisAnswerStore
 from services.gateway.adapters.batch_composition import Batches, BatchParts, open_batches
 from services.gateway.adapters.grpc_requests import GrpcCalls
-from services.gateway.adapters.http_app import public_app
+from services.gateway.adapters.http_app import health_routes, public_app
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.adapters.identity_tokens import IdentityTokens, Issuer, KeysAndTokens
 from services.gateway.adapters.key_directory import RedisKeyDirectory
@@ -40,6 +40,7 @@ from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
 from services.gateway.adapters.openai_calls import OpenAICalls
 from services.gateway.adapters.openai_routes import OpenAIRoutes
+from services.gateway.adapters.openapi_page import OpenApiPage
 from services.gateway.adapters.openai_work import OpenAIWork
 from services.gateway.adapters.outbox.folder import OutboxFolder
 from services.gateway.adapters.request_metrics import PrometheusObserver
@@ -143,7 +144,9 @@ class Gateway:
             NativeService(parts, texts, catalogue, calls),
         )
         batches = await self._batches(bus, parts, catalogue, reader)
-        addresses.routes = [*openai.routes(), *batches.routes, *kserve.routes()]
+        page = OpenApiPage()
+        addresses.routes = [*openai.routes(), *batches.routes, *kserve.routes(), *page.routes()]
+        page.describe([*health_routes(self._readiness), *addresses.routes])
         app = public_app(addresses.routes, self._readiness, keys.identify)
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)

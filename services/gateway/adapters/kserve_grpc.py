@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from google.protobuf import json_format
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 
@@ -17,7 +18,13 @@ from roundhouse.ops_server import Readiness
 from roundhouse.vocabulary import RequestId
 from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.kserve_bodies import refuse_unsupported
-from services.gateway.adapters.kserve_rest import EXTENSIONS, NOT_FOR_TENANTS, SERVER_NAME, known_signature
+from services.gateway.adapters.kserve_rest import (
+    EXTENSIONS,
+    NOT_FOR_TENANTS,
+    SERVER_NAME,
+    known_signature,
+    statistics_of,
+)
 from services.gateway.adapters.kserve_values import tensor_of_contents
 from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.offload import sized
@@ -25,7 +32,7 @@ from services.gateway.domain.tensors import Tensor
 from services.gateway.operations.infer_tensors import VERSION, TensorCall, TensorWork
 from services.gateway.operations.resolve_model import RequestContext
 from services.gateway.operations.run import Waiting
-from services.gateway.operations.run_request import RequestParts, run_request
+from services.gateway.operations.run_request import RequestParts
 from services.gateway.ports import Caller, TensorReply
 
 SERVICE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -78,6 +85,15 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 target.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
         return reply
 
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Calls of one model, or of all of the tenant's, through this gateway. Raises NotFound."""
+        caller = await self._caller(context)
+        if request.name:
+            self._work.visible(caller, request.name, request.version)
+        names = [request.name] if request.name else self._work.names(caller)
+        found = [statistics_of(self._work, caller, name) for name in names]
+        return json_format.ParseDict({"model_stats": found}, kserve.ModelStatisticsResponse())
+
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
         """One call. The caller's cancellation or deadline ends it."""
         return await self._infer(request, context, await self._caller(context))
@@ -99,7 +115,7 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         call = TensorCall(request.model_name, request.model_version, inputs, tuple(o.name for o in request.outputs))
         work = await self._work.work(call, where)
         reply = kserve.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-        async with run_request(self._parts, work) as run:
+        async with self._work.statistics.counted(self._parts, work) as run:
             async for piece in run.events():
                 if not isinstance(piece, Waiting) and isinstance(piece.piece, TensorReply):
                     _fill(reply, piece.piece)

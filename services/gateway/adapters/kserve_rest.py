@@ -6,6 +6,7 @@ Source: KServe v2 (Open Inference Protocol) and Triton's model repository extens
 """
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -29,11 +30,12 @@ from services.gateway.domain.tensors import ModelSignature, TensorSpec
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.infer_tensors import VERSION, TensorCall, TensorWork
 from services.gateway.operations.run import Waiting
-from services.gateway.operations.run_request import RequestParts, run_request
-from services.gateway.ports import TensorReply
+from services.gateway.operations.run_request import RequestParts
+from services.gateway.operations.tensor_statistics import TensorStatistics
+from services.gateway.ports import Caller, TensorReply
 
 SERVER_NAME = "roundhouse"
-EXTENSIONS = ("binary_tensor_data", "model_repository")
+EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
 UNKNOWN_SIGNATURE_RETRY_MS = 5_000  # a guess: somebody may have loaded it by then
 NOT_FOR_TENANTS = "Loading and unloading is for operators; models load by themselves when they are called."
 
@@ -69,11 +71,13 @@ class KServeRoutes:
             ("/v2/repository/index", self.index, "POST"),
             ("/v2/repository/models/{model}/load", self.refuse, "POST"),
             ("/v2/repository/models/{model}/unload", self.refuse, "POST"),
+            ("/v2/models/stats", self.all_statistics, "GET"),
         ]
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             fixed += [
                 (prefix, self.metadata, "GET"),
                 (f"{prefix}/ready", self.model_ready, "GET"),
+                (f"{prefix}/stats", self.statistics, "GET"),
                 (f"{prefix}/infer", self.infer, "POST"),
             ]
         return [EdgeRoute(path, handler, methods=[method]) for path, handler, method in fixed]
@@ -118,6 +122,18 @@ class KServeRoutes:
         is_ready = await self._signatures.is_ready(model)
         return _json({"name": model.name, "ready": is_ready}, status=200 if is_ready else 503)
 
+    async def all_statistics(self, request: Request) -> Response:
+        """GET /v2/models/stats: of every model of the tenant, through this gateway."""
+        caller = self._reader.inference_caller(request)
+        names = self._catalogue.current.visible_names(caller.tenant_id)
+        return _json({"model_stats": [statistics_of(self._work, caller, name) for name in names]})
+
+    async def statistics(self, request: Request) -> Response:
+        """GET /v2/models/{model}/stats."""
+        self._visible(request)
+        caller, name = self._reader.inference_caller(request), request.path_params["model"]
+        return _json({"model_stats": [statistics_of(self._work, caller, name)]})
+
     async def infer(self, request: Request) -> ASGIApp:
         """POST /v2/models/{model}/infer."""
         context = self._reader.context(request)
@@ -126,7 +142,7 @@ class KServeRoutes:
         data = await self._reader.body(request)
         body = await sized(len(data), parse_infer, data, request.headers.get(HEADER_LENGTH))
         work = await self._work.work(TensorCall(name, version, body.inputs, body.outputs), context)
-        return _InferAnswer(self._parts, work, name, body)
+        return _InferAnswer(self._parts, work, name, body, self._work.statistics)
 
     def _visible(self, request: Request) -> Model:
         caller = self._reader.inference_caller(request)
@@ -136,8 +152,11 @@ class KServeRoutes:
 class _InferAnswer:
     """ASGI answer of one inference."""
 
-    def __init__(self, parts: RequestParts, work: Work, model: str, body: InferBody) -> None:
+    def __init__(
+        self, parts: RequestParts, work: Work, model: str, body: InferBody, statistics: TensorStatistics
+    ) -> None:
         self._parts = parts
+        self._statistics = statistics
         self._work = work
         self._model = model
         self._body = body
@@ -148,7 +167,7 @@ class _InferAnswer:
         await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender)
 
     async def _whole(self, sender: Sender) -> None:
-        async with run_request(self._parts, self._work) as run:
+        async with self._statistics.counted(self._parts, self._work) as run:
             reply: TensorReply | None = None
             async for piece in run.events():
                 if not isinstance(piece, Waiting) and isinstance(piece.piece, TensorReply):
@@ -187,6 +206,22 @@ def metadata_of(name: str, signature: ModelSignature) -> dict[str, object]:
         "platform": signature.platform,
         "inputs": [_spec(spec) for spec in signature.inputs],
         "outputs": [_spec(spec) for spec in signature.outputs],
+    }
+
+
+def statistics_of(work: TensorWork, caller: Caller, name: str) -> dict[str, Any]:
+    """KServe's statistics of one model, as Triton's extension has them."""
+    calls = work.statistics.of(caller.tenant_id, name)
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": calls.last_ms,
+        "inference_count": calls.succeeded,
+        "execution_count": calls.succeeded,
+        "inference_stats": {
+            "success": {"count": calls.succeeded, "ns": calls.succeeded_ns},
+            "fail": {"count": calls.failed, "ns": calls.failed_ns},
+        },
     }
 
 

@@ -12,6 +12,7 @@ from roundhouse.errors import InvalidInput, NotFound
 from services.gateway.domain.tensors import Tensor, check_against, check_names, check_tensor
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.resolve_model import RequestContext, resolve_model
+from services.gateway.operations.tensor_statistics import TensorStatistics
 from services.gateway.ports import Caller, SignatureSource, TensorRequest
 
 OPERATION = "infer"
@@ -35,6 +36,7 @@ class TensorWork:
     def __init__(self, catalogue: CatalogueView, signatures: SignatureSource) -> None:
         self._catalogue = catalogue
         self._signatures = signatures
+        self.statistics = TensorStatistics()
 
     def visible(self, caller: Caller, name: str, version: str) -> Model:
         """The model that a tenant calls by this name. Raises NotFound, also for a version there is not."""
@@ -42,6 +44,10 @@ class TensorWork:
         if version not in ("", VERSION):
             raise NotFound(f"The model '{model.name}' has no version '{version[:20]}'.", param="model_version")
         return model
+
+    def names(self, caller: Caller) -> list[str]:
+        """Every name that a tenant may call, sorted."""
+        return self._catalogue.current.visible_names(caller.tenant_id)
 
     async def work(self, call: TensorCall, context: RequestContext) -> Work:
         """Check everything that can be checked without the model, and against its signature where that is known.

@@ -157,6 +157,7 @@ async def test_every_grpc_method_needs_a_key(gateway: RunningGateway, node: Fake
         "ServerMetadata",
         "ModelReady",
         "ModelMetadata",
+        "ModelStatistics",
         "ModelInfer",
         "ModelStreamInfer",
     }
