@@ -55,9 +55,10 @@ versions = st.sampled_from(VERSIONS)
 nodes = st.sampled_from(NODES)
 instances = st.builds(instance_key, nodes, versions)
 warm = st.lists(st.tuples(instances, st.integers(0, 2_000)), max_size=3, unique_by=lambda each: each[0]).map(tuple)
+owners = st.sampled_from(["", "", "a-b"])
 costs = st.sampled_from([0, 3, 100, 2_000])
 offers = st.lists(
-    st.tuples(nodes, versions, st.integers(0, 3), st.sampled_from(list(Part)), costs, costs, costs),
+    st.tuples(nodes, versions, st.integers(0, 3), st.sampled_from(list(Part)), costs, costs, costs, owners),
     max_size=6,
     unique_by=lambda each: each[:2],
 )
@@ -238,7 +239,7 @@ class BothStores(RuleBasedStateMachine):
         size=st.tuples(tokens, tokens),
         weight=st.sampled_from([333, 1_000, 7_000]),
         cached=warm,
-        terms=st.lists(st.tuples(st.sampled_from(list(Part)), costs, costs, costs), min_size=3, max_size=3),
+        terms=st.lists(st.tuples(st.sampled_from(list(Part)), costs, costs, costs, owners), min_size=3, max_size=3),
     )
     def burst(
         self,

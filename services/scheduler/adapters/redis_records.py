@@ -64,7 +64,7 @@ def turn_arguments(turn: Turn) -> list[Argument]:
         arguments.append(room.wait_most_ms)
     for offer in turn.offers:
         arguments += (offer.instance, offer.version, offer.slots, offer.place)
-        arguments += (offer.part.value, offer.token_us, offer.load_us, offer.handoff_us)
+        arguments += (offer.part.value, offer.token_us, offer.load_us, offer.handoff_us, offer.owner)
     return arguments
 
 

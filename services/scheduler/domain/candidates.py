@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 
 from roundhouse.vocabulary import NodeId
-from services.scheduler.domain.nodes import NodeView, VersionSpec
+from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.plans import PoolView
 from services.scheduler.domain.records import PREFILL_STAGE, VersionKey, owner_of
 from services.scheduler.domain.sites import could_ever_hold, is_held, leaves, retry_at_ms, serves
 
 Shape = tuple[int, int, bool, bool]
+Held = tuple[NodeView, InstanceView]
 
 
 @dataclass(slots=True)
@@ -40,6 +41,19 @@ class Candidates:
             if version == spec.version and failure.retry_at_ms > self.now_ms
         }
         return [node for node in self.able(spec) if node.healthy and node.node_id not in out]
+
+    def held_by_others(self, spec: VersionSpec) -> list[Held]:
+        """Ready instances of the version that stand for another owner; a node holds a version once, so it is these or
+        other nodes. None on MIG slices that somebody has alone."""
+        found = []
+        for node in self.view.holders(spec.version) if not spec.alone else ():
+            each = node.find_any(spec.version)
+            if each is None or each.version == spec.version or each.residence is not Residence.READY:
+                continue
+            other = self.view.specs.get(each.version)
+            if node.healthy and serves(node, spec.version) and other is not None and not other.alone:
+                found.append((node, each))
+        return found
 
     def _may_take(self, node: NodeView, version: VersionKey) -> bool:
         later = retry_at_ms(self.view.state, node, version) > self.now_ms

@@ -7,11 +7,14 @@ in time. Pure; the queue's own wait is added by the store, which knows who else 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.scheduler.domain.candidates import Candidates
 from services.scheduler.domain.cold_start import UNLOAD_MS, estimate, remaining
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
+from services.scheduler.domain.obstacles import why_nowhere
 from services.scheduler.domain.plans import PoolView, ResidencyPolicy, Wait
+from services.scheduler.domain.preference import near_first
 from services.scheduler.domain.records import InstanceKey, instance_key
-from services.scheduler.domain.sites import Rooms, Site, could_ever_hold, serves, sites
+from services.scheduler.domain.sites import Rooms, Site, sites
 from services.scheduler.domain.speeds import Speeds
 
 
@@ -33,7 +36,7 @@ class Prompt:
 
 
 def expect(view: PoolView, spec: VersionSpec, policy: ResidencyPolicy, now_ms: int) -> Expectation:
-    """For one version. O(instances of the pool), and of its nodes' devices if it is cold."""
+    """For one version. O(its instances); if it is cold, of all nodes, of which the near ones are looked at closely."""
     instances = open_instances(view, spec, now_ms)
     if instances:
         if any(_free_slots(view, node, each) for node, each in instances):
@@ -41,17 +44,17 @@ def expect(view: PoolView, spec: VersionSpec, policy: ResidencyPolicy, now_ms: i
         return Expectation(0, Wait.SLOTS, "every slot of its instances is in use")
     arriving = [
         remaining(view, node, spec, found, now_ms)
-        for node in view.nodes
+        for node in view.holders(spec.version)
         if node.healthy and (found := node.find(spec.version)) is not None and found.residence in ARRIVING
     ]
     if arriving:
         return Expectation(min(arriving), Wait.LOADING, "its load has begun")
     claim = view.state.loads.get(spec.version)
-    nodes = [node for node in view.nodes if node.healthy and serves(node, spec.version) and could_ever_hold(node, spec)]
     if claim is not None and claim.until_ms > now_ms:
-        starts = [estimate(view, node, spec).total_ms for node in nodes if node.node_id == claim.node_id]
+        starts = [estimate(view, node, spec).total_ms for node in view.nodes if node.node_id == claim.node_id]
         return Expectation(min(starts, default=0), Wait.LOADING, "its load has begun")
-    return _cold(view, spec, policy, nodes, now_ms)
+    near = next(near_first(view, spec, Candidates(view, now_ms).of(spec)))
+    return _cold(view, spec, policy, near, now_ms)
 
 
 def first_token_ms(view: PoolView, spec: VersionSpec, speeds: Speeds, prompt: Prompt, now_ms: int) -> int:
@@ -68,7 +71,7 @@ def first_token_ms(view: PoolView, spec: VersionSpec, speeds: Speeds, prompt: Pr
 def open_instances(view: PoolView, spec: VersionSpec, now_ms: int) -> list[tuple[NodeView, InstanceView]]:
     """Ready instances that take requests."""
     found = []
-    for node in view.nodes:
+    for node in view.holders(spec.version):
         each = node.find(spec.version) if node.healthy else None
         if each is not None and each.residence is Residence.READY:
             mark = view.state.drains.get(instance_key(node.node_id, spec.version))
@@ -84,7 +87,7 @@ def _free_slots(view: PoolView, node: NodeView, instance: InstanceView) -> int:
 def _cold(
     view: PoolView, spec: VersionSpec, policy: ResidencyPolicy, nodes: Sequence[NodeView], now_ms: int
 ) -> Expectation:
-    rooms, best = Rooms.of(view, now_ms), Expectation(0, Wait.NODE, "no healthy node may load it now")
+    rooms, best = Rooms.of(view, now_ms), Expectation(0, *why_nowhere(view, spec, now_ms))
     found: list[tuple[int, Expectation]] = []
     for node in nodes:
         for site in sites(node, spec, view):

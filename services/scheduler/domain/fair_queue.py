@@ -266,7 +266,7 @@ class FairQueue:
 
     def _is_free(self, offer: Offer, now_ms: int) -> bool:
         used = self.in_use.get(offer.instance, 0)
-        return used < offer.slots and not self.residency.is_draining(offer.instance, now_ms)
+        return used < offer.slots and self.residency.stands(offer, now_ms)
 
     def _grant(self, version: VersionKey, offers: Sequence[Offer], now_ms: int) -> Ticket:
         queues = self._versions[version]

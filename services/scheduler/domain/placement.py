@@ -15,11 +15,10 @@ It decides nothing about requests: `FairQueue` does. It sends nothing: `operatio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from roundhouse.vocabulary import NodeId
-from services.scheduler.domain.candidates import Candidates
-from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, Role, VersionSpec
+from services.scheduler.domain.candidates import Candidates, Held
+from services.scheduler.domain.ground import Ground
+from services.scheduler.domain.nodes import InstanceView, NodeView, Role, VersionSpec
 from services.scheduler.domain.obstacles import why_nowhere
 from services.scheduler.domain.plans import (
     Deferred,
@@ -45,7 +44,7 @@ from services.scheduler.domain.records import (
     owner_of,
     version_key,
 )
-from services.scheduler.domain.sites import Rooms, Site, is_held, retry_at_ms, sites
+from services.scheduler.domain.sites import Rooms, Site, retry_at_ms, stands_on
 
 __all__ = [
     "Load",
@@ -69,24 +68,8 @@ def plan(view: PoolView, policy: ResidencyPolicy, now_ms: int) -> Plan:
     return _Planner(view, policy, now_ms).plan()
 
 
-@dataclass(slots=True)
-class _Planner:
-    """Working memory of one plan: what earlier decisions of the same plan have used up."""
-
-    view: PoolView
-    policy: ResidencyPolicy
-    now_ms: int
-    candidates: Candidates = field(init=False)
-    rooms: Rooms = field(default_factory=Rooms)
-    oldest: dict[VersionKey, int] = field(default_factory=dict)
-    closed: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # instance → who gets its memory
-    loads: list[Load] = field(default_factory=list)
-    rotations: list[Rotate] = field(default_factory=list)
-    deferred: list[Deferred] = field(default_factory=list)
-    busy: list[Deferred] = field(default_factory=list)
-    promised: set[InstanceKey] = field(default_factory=set)  # to older demands, when they have had their time
-    idle: dict[NodeId, list[InstanceView]] = field(default_factory=dict)
-    given_up: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # closed for what cannot use them as they are
+class _Planner(Ground):
+    """Decides. What it knows is in `Ground`."""
 
     def plan(self) -> Plan:
         state, self.candidates = self.view.state, Candidates(self.view, self.now_ms)
@@ -115,14 +98,14 @@ class _Planner:
         return [Reopen(key) for key in sorted(done)]
 
     def _is_moot(self, purpose: VersionKey) -> bool:
-        return not self._claimed(purpose) and (purpose not in self.oldest or self._here(purpose))
+        return not self.is_claimed(purpose) and (purpose not in self.oldest or self.is_here(purpose))
 
     def _yielded(self) -> list[InstanceKey]:
         """What was closed for demands younger than one that is short of devices there: no two wait for each other."""
         yielded: list[InstanceKey] = []
         for node in self._marked():
-            marks = [key for key in self._keys(node) if key in self.closed]
-            rivals = {self.closed[key] for key in marks if not self._claimed(self.closed[key])} & self.oldest.keys()
+            marks = [key for key in self.keys(node) if key in self.closed]
+            rivals = {self.closed[key] for key in marks if not self.is_claimed(self.closed[key])} & self.oldest.keys()
             short = False
             for version in sorted(rivals, key=lambda version: (self.oldest[version], version)):
                 if short:
@@ -133,45 +116,13 @@ class _Planner:
     def _marked(self) -> list[NodeView]:
         if not self.closed:
             return []
-        return [node for node in self.view.nodes if any(key in self.closed for key in self._keys(node))]
-
-    def _keys(self, node: NodeView) -> list[InstanceKey]:
-        return [instance_key(node.node_id, each.version) for each in node.instances]
-
-    def _closed_for(self, node: NodeView, version: VersionKey) -> list[InstanceView]:
-        return [
-            each
-            for each, key in zip(node.instances, self._keys(node), strict=True)
-            if each.residence is Residence.READY and self.closed.get(key) == version
-        ]
+        return [node for node in self.view.nodes if any(key in self.closed for key in self.keys(node))]
 
     def _is_short(self, node: NodeView, version: VersionKey) -> bool:
-        spec, leaving = self.view.specs.get(version), self._closed_for(node, version)
+        spec, leaving = self.view.specs.get(version), self.closed_for(node, version)
         return spec is not None and all(
-            self._just_enough(spec, site, leaving) is None for site in self._sites(spec, [node])
+            self.just_enough(spec, site, leaving) is None for site in self.sites_of(spec, [node])
         )
-
-    def _claimed(self, version: VersionKey) -> bool:
-        claim = self.view.state.loads.get(version)
-        return claim is not None and claim.until_ms > self.now_ms
-
-    def _here(self, version: VersionKey) -> bool:
-        """Whether an instance is ready and open on a healthy node, or on its way."""
-        holders = self.view.holders(version)
-        return any(self._is_open(node, version) or self._arrives(node, version) for node in holders)
-
-    def _is_open(self, node: NodeView, version: VersionKey) -> bool:
-        found = node.find(version) if node.healthy else None
-        if found is None or found.residence is not Residence.READY:
-            return False
-        return instance_key(node.node_id, version) not in self.closed
-
-    def _arrives(self, node: NodeView, version: VersionKey) -> bool:
-        found = node.find(version) if node.healthy else None
-        if found is None or found.residence not in ARRIVING:
-            return False
-        # Else it was given up, such as a load whose victims do not leave.
-        return retry_at_ms(self.view.state, node, version) <= self.now_ms
 
     # -- demands ----------------------------------------------------------------------------------------------------
 
@@ -180,27 +131,44 @@ class _Planner:
 
     def _place(self, version: VersionKey) -> None:
         """Place one waiting version, or say why it must wait."""
-        if any(self._is_open(node, version) for node in self.view.holders(version)):
+        if any(self.is_open(node, version) for node in self.view.holders(version)):
             self.busy.append(Deferred(version, Wait.SLOTS, "every slot of its instances is in use"))
             return None
-        if self._here(version) or self._claimed(version):
+        if self.is_here(version) or self.is_claimed(version):
             return self._wait(version, Wait.LOADING, "its load has begun")
         spec = self.view.specs.get(version)
         if spec is None:
             return self._wait(version, Wait.UNKNOWN, "the catalogue does not have it any more")
-        nodes = self.candidates.of(spec)
-        if not nodes:
+        nodes, held = self.candidates.of(spec), self.candidates.held_by_others(spec)
+        if not nodes and not held:
             return self._wait(version, *why_nowhere(self.view, spec, self.now_ms))
-        if self._continue_rotation(spec, nodes):
-            return None
-        if self._load_somewhere(spec, nodes, "demand"):
+        groups = list(near_first(self.view, spec, nodes))
+        if (
+            self._continue_rotation(spec, nodes)
+            or any(self._load_free(spec, group, "demand") for group in groups)
+            or self._change_hands(spec, held)
+            or any(self._load_evicting(spec, group, "demand") for group in groups)
+        ):
             return None
         if self.now_ms - self.oldest[version] < self.policy.patience_ms:
             return self._wait(version, Wait.ROOM, "no memory is free and no instance is idle")
-        return self._rotate(spec, nodes)
+        if not any(self._close_over(spec, self.sites_of(spec, group), held) for group in groups):
+            self._wait(version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet")
+        return None
 
-    def _sites(self, spec: VersionSpec, nodes: Sequence[NodeView]) -> list[Site]:
-        return [site for node in nodes for site in sites(node, spec, self.view)]
+    def _change_hands(self, spec: VersionSpec, held: Sequence[Held]) -> bool:
+        """Give it an instance of the same version that stands for somebody else: idle, or closed for this and done."""
+        for node, found in held:
+            ours = self.closed.get(instance_key(node.node_id, found.version)) == spec.version
+            site = Site(node, stands_on(node, found))
+            if ours and self.in_use(node, found):
+                self._close(spec, site, [found])
+                self._wait(spec.version, Wait.DRAINING, ENDING)
+                return True
+            if ours or self.is_idle(node, found):
+                self._load(spec, site, [found], "demand")
+                return True
+        return False
 
     def _load_somewhere(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
         groups = list(near_first(self.view, spec, nodes))
@@ -210,7 +178,7 @@ class _Planner:
 
     def _load_free(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
         roomy = [node for node in nodes if self.rooms.has_room(node, spec.share)]
-        fitting = [site for site in self._sites(spec, roomy) if self.rooms.fits(site, spec.share)]
+        fitting = [site for site in self.sites_of(spec, roomy) if self.rooms.fits(site, spec.share)]
         if not fitting:
             return False
         self._load(spec, min(fitting, key=self._preference(spec)), [], reason)
@@ -221,10 +189,10 @@ class _Planner:
 
     def _load_evicting(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
         prefer, choices = self._preference(spec), []
-        for site in self._sites(spec, nodes):
-            chosen = self._just_enough(spec, site, self._idle(site.node))
+        for site in self.sites_of(spec, nodes):
+            chosen = self.just_enough(spec, site, self.idle_on(site.node))
             if chosen:
-                dearest = max(self._worth(site.node, each) for each in chosen)
+                dearest = max(self.worth_of(site.node, each) for each in chosen)
                 choices.append((len(chosen), dearest, prefer(site), site, chosen))
         if not choices:
             return False
@@ -232,68 +200,22 @@ class _Planner:
         self._load(spec, site, chosen, reason)
         return True
 
-    def _idle(self, node: NodeView) -> list[InstanceView]:
-        """What may leave a node at once; looked for again when something there was closed."""
-        found = self.idle.get(node.node_id)
-        if found is None:
-            found = self.idle[node.node_id] = [each for each in node.instances if self._is_idle(node, each)]
-        return found
-
-    def _just_enough(self, spec: VersionSpec, site: Site, leaving: list[InstanceView]) -> list[InstanceView] | None:
-        def order(each: InstanceView) -> tuple[object, ...]:
-            return (*self._worth(site.node, each), each.version)
-
-        return self.rooms.just_enough(site, spec.share, leaving, order)
-
-    def _worth(self, node: NodeView, instance: InstanceView) -> tuple[float, int]:
-        key = instance_key(node.node_id, instance.version)
-        return self.view.worth(instance, self.view.state.used_ms.get(key, instance.since_ms))
-
-    def _may_leave(self, node: NodeView, instance: InstanceView) -> bool:
-        key = instance_key(node.node_id, instance.version)
-        if instance.residence is not Residence.READY or key in self.closed or key in self.promised:
-            return False
-        spec = self.view.specs.get(instance.version)
-        if spec is None:
-            return True  # an old version
-        return spec.replicas_wanted == 0 or self._replicas(instance.version) > spec.replicas_wanted
-
-    def _is_idle(self, node: NodeView, instance: InstanceView) -> bool:
-        used = self._in_use(node, instance) or instance.version in self.oldest
-        return not used and self._may_leave(node, instance)
-
-    def _replicas(self, version: VersionKey) -> int:
-        holders = {
-            node.node_id
-            for node in self.view.holders(version)
-            if node.healthy
-            and is_held(node, version)
-            and node.find(version) is not None
-            and self.closed.get(instance_key(node.node_id, version)) != BROKEN
-        }
-        claim = self.view.state.loads.get(version)
-        if claim is not None and claim.until_ms > self.now_ms:
-            holders.add(claim.node_id)
-        return len(holders)
-
     # -- rotation ---------------------------------------------------------------------------------------------------
 
-    def _rotate(self, spec: VersionSpec, nodes: list[NodeView]) -> None:
+    def _close_over(self, spec: VersionSpec, places: Sequence[Site], held: Sequence[Held]) -> bool:
         """Close what has had its time; else keep what is free for when that time has come."""
-        if not any(self._close_over(spec, group) for group in near_first(self.view, spec, nodes)):
-            self._wait(
-                spec.version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet"
-            )
-
-    def _close_over(self, spec: VersionSpec, nodes: list[NodeView]) -> bool:
         over, later = [], []
-        for site in self._sites(spec, nodes):
-            leaving = [each for each in site.node.instances if self._may_leave(site.node, each)]
-            ripe = self._just_enough(spec, site, [each for each in leaving if self._over_ms(each) <= self.now_ms])
+        for node, found in held:
+            if self.may_leave(node, found) and self.over_ms(found) <= self.now_ms:
+                site = Site(node, stands_on(node, found))
+                over.append((self.in_use(node, found), 1, _rank(site), site, [found]))
+        for site in places:
+            leaving = [each for each in site.node.instances if self.may_leave(site.node, each)]
+            ripe = self.just_enough(spec, site, [each for each in leaving if self.over_ms(each) <= self.now_ms])
             if ripe:
-                over.append((sum(self._in_use(site.node, each) for each in ripe), len(ripe), _rank(site), site, ripe))
-            elif chosen := self._just_enough(spec, site, leaving):
-                later.append((max(self._over_ms(each) for each in chosen), _rank(site), site, chosen))
+                over.append((sum(self.in_use(site.node, each) for each in ripe), len(ripe), _rank(site), site, ripe))
+            elif chosen := self.just_enough(spec, site, leaving):
+                later.append((max(self.over_ms(each) for each in chosen), _rank(site), site, chosen))
         if over:
             *_, site, chosen = min(over, key=lambda choice: choice[:3])
             self._close(spec, site, chosen)
@@ -305,27 +227,19 @@ class _Planner:
             self.idle.pop(site.node.node_id, None)
         return bool(over)
 
-    def _over_ms(self, instance: InstanceView) -> int:
-        """When an instance has had its quantum."""
-        took_ms = instance.stage_ms + instance.load_ms
-        return instance.since_ms + max(self.policy.quantum_ms, self.policy.quantum_loads * took_ms)
-
-    def _in_use(self, node: NodeView, instance: InstanceView) -> int:
-        return self.view.state.in_use.get(instance_key(node.node_id, instance.version), 0)
-
     def _continue_rotation(self, spec: VersionSpec, nodes: list[NodeView]) -> bool:
         """Go on where instances were closed for this version; whether there are any, and they are enough."""
         if spec.version not in self.closed.values():
             return False
         for node in nodes:
-            leaving = self._closed_for(node, spec.version)
+            leaving = self.closed_for(node, spec.version)
             if not leaving:
                 continue
-            for site in self._sites(spec, [node]):
-                chosen = self._just_enough(spec, site, leaving)
+            for site in self.sites_of(spec, [node]):
+                chosen = self.just_enough(spec, site, leaving)
                 if chosen is None:
                     continue
-                if any(self._in_use(node, each) for each in chosen):
+                if any(self.in_use(node, each) for each in chosen):
                     self._close(spec, site, chosen)
                     self._wait(spec.version, Wait.DRAINING, ENDING)
                 else:
@@ -357,10 +271,10 @@ class _Planner:
         self.rooms.spend(site, spec.share, leaving)
 
     def _prewarm(self, spec: VersionSpec) -> None:
-        if not spec.replicas_wanted or self._claimed(spec.version):
+        if not spec.replicas_wanted or self.is_claimed(spec.version):
             return
         planned = any(load.version == spec.version for load in self.loads)
-        if not planned and self._replicas(spec.version) < spec.replicas_wanted:
+        if not planned and self.replicas(spec.version) < spec.replicas_wanted:
             self._load_somewhere(spec, self.candidates.of(spec), "prewarm")
 
     def _serve_prompts(self, spec: VersionSpec) -> None:
@@ -369,17 +283,17 @@ class _Planner:
         since_ms = self.now_ms - PROMPTS_MS
         if owner_of(spec.version) or not any(
             node.role is Role.DECODE
-            and self._is_open(node, spec.version)
+            and self.is_open(node, spec.version)
             and self.view.state.used_ms.get(instance_key(node.node_id, spec.version), 0) > since_ms
             for node in self.view.holders(spec.version)
         ):
             return
         wanted = prompt_spec(spec)
-        if self._here(wanted.version) or self._claimed(wanted.version):
+        if self.is_here(wanted.version) or self.is_claimed(wanted.version):
             return
         nodes = self.candidates.of(wanted)
         if not self._load_free(wanted, nodes, "prompts"):
-            quiet = [node for node in nodes if all(self._worth(node, each)[1] <= since_ms for each in node.instances)]
+            quiet = [node for node in nodes if all(self.worth_of(node, each)[1] <= since_ms for each in node.instances)]
             self._load_evicting(wanted, quiet, "prompts")
 
 

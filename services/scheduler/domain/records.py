@@ -117,6 +117,7 @@ class Offer:
     token_us: int = 0  # prefill of one token that is not cached
     load_us: int = 0  # what its running requests add when all slots are in use
     handoff_us: int = 0  # to bring a prompt's blocks to the decode instance
+    owner: str = ""  # whose the instance was when the caller looked; the offer is void if it has changed hands
 
 
 class Standing(StrEnum):

@@ -21,6 +21,7 @@ from services.scheduler.domain.records import (
     InstanceKey,
     LoadClaim,
     LoadFailure,
+    Offer,
     VersionKey,
     base_of,
     instance_key,
@@ -77,6 +78,10 @@ class ResidencyBook:
         """Whether the instance is closed for new grants."""
         mark = self.drains.get(instance)
         return mark is not None and mark.until_ms > now_ms
+
+    def stands(self, offer: Offer, now_ms: int) -> bool:
+        """Whether an instance is open and still belongs to whom it did when it was offered."""
+        return self.owners.get(offer.instance, "") == offer.owner and not self.is_draining(offer.instance, now_ms)
 
     def begin_drain(self, order: DrainOrder, in_use: int, waiting: int, now_ms: int) -> Drain:
         """Mark an instance. Repeating it for the same purpose renews the mark; another purpose is denied."""

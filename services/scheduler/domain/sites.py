@@ -138,6 +138,8 @@ def sited(view: PoolView, load: Load, now_ms: int) -> Load | None:
     spec = view.specs.get(load.version)
     if node is None or spec is None or not node.devices:
         return load
+    if not serves(node, load.version):
+        return None  # a prefill node, for what is to run whole
     rooms, gone = Rooms.of(view, now_ms), {victim.version for victim in load.victims}
     leaving = [each for each in node.instances if each.version in gone]
     found = []

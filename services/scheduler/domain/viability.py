@@ -45,20 +45,23 @@ Viability = Viable | TooBig | NoNode | BackingOff
 
 def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
     """Whether a version can run in a pool, now or after a load. Evicts and loads nothing (cases B13, B22)."""
+    slots = sum(
+        each.slots
+        for node in view.holders(spec.version)
+        if node.healthy and (each := node.find(spec.version)) is not None
+        if each.residence is Residence.READY and not _is_closed(view, node, each, now_ms)
+    )
+    if slots:
+        return Viable(slots)
     able = [node for node in view.nodes if serves(node, spec.version) and could_ever_hold(node, spec)]
     if view.nodes and not able:
         return TooBig(max(each.capacity for node in view.nodes for each in node.places))
     healthy = [node for node in able if node.healthy]
     if not healthy:
         return Viable(0) if any(node.quiet for node in able) else NoNode()
-    here = [each for each in (node.find(spec.version) for node in healthy) if each is not None]
-    slots = sum(
-        each.slots
-        for node, each in ((node, node.find(spec.version)) for node in healthy)
-        if each is not None and each.residence is Residence.READY and not _is_closed(view, node, each, now_ms)
-    )
-    if slots or any(each.residence in ARRIVING for each in here):
-        return Viable(slots)
+    here = (node.find(spec.version) for node in view.holders(spec.version) if node.healthy)
+    if any(each is not None and each.residence in ARRIVING for each in here):
+        return Viable(0)
     first = min(healthy, key=lambda node: (retry_at_ms(view.state, node, spec.version), node.node_id))
     again_ms = retry_at_ms(view.state, first, spec.version)
     failure, found = view.state.failures.get((spec.version, first.node_id)), first.find(spec.version)

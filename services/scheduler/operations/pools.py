@@ -161,9 +161,10 @@ class Pools:
 
     def offers(self, pool: PoolName, versions: set[VersionKey] | None) -> list[Offer]:
         """Ready instances on healthy nodes, of the given versions or (None) of all."""
+        view = self.view(pool)
         return [
-            self._offer(node, each)
-            for node in self.view(pool).nodes
+            self._offer(node, each, view.state)
+            for node in view.nodes
             if node.healthy
             for each in node.instances
             if each.residence is Residence.READY
@@ -171,7 +172,7 @@ class Pools:
             and (versions is None or _served(each.version) in versions)
         ]
 
-    def _offer(self, node: NodeView, instance: InstanceView) -> Offer:
+    def _offer(self, node: NodeView, instance: InstanceView, state: PoolState) -> Offer:
         key = instance_key(node.node_id, instance.version)
         speed = self.speeds.of(key, instance.version)
         part = {Role.MIXED: Part.WHOLE, Role.DECODE: Part.DECODE, Role.PREFILL: Part.PREFILL}[node.role]
@@ -185,6 +186,7 @@ class Pools:
             token_us=token_us,
             load_us=round(speed.first_us),
             handoff_us=HANDOFF_US if part is Part.PREFILL else 0,
+            owner=state.owners.get(key, ""),
         )
 
     def _placement(self, node_id: NodeId, instance: InstanceView) -> scheduling_pb2.Placement:

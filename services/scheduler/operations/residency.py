@@ -314,7 +314,10 @@ class Residency:
         return loading_pb2.EnsureLoadedRequest(
             version=_wire_version(load.version),
             generation=self._clock.now_ms(),  # later commands win, also after the store lost its memory
-            unload_first=[_wire_version(victim.version) for victim in load.victims],
+            # One that only changes hands stands there already: the loader answers at once that it is ready.
+            unload_first=[
+                _wire_version(each.version) for each in load.victims if base_of(each.version) != base_of(load.version)
+            ],
             deadline_ms=self._load_deadline_ms,
             reason=load.reason,
             devices=load.devices,

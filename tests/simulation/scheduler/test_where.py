@@ -161,6 +161,34 @@ def test_a_tenant_with_its_own_replica_shares_it_with_nobody() -> None:
     simulate(story)
 
 
+def test_tenants_with_and_without_replicas_of_their_own_take_turns_on_one_node() -> None:
+    """One node, so one instance of `m`: idle it changes hands without a load; busy it is closed after 2 s of patience
+    and its running requests (0.5 s). Nobody starves, and at no time do both kinds of tenants run on it."""
+
+    async def story(world: World) -> None:
+        m = model("m", slots=4)
+        offer(world, [Tenant(name=TenantId("apart"), isolation="dedicated-replica")], m)
+        node, gateway = await world.node(), await world.gateway()
+        await world.scheduler("s1", rotation_seconds=3)
+        await world.scheduler("s2", rotation_seconds=3)
+        await asyncio.sleep(1.1)
+        requests = []
+        for number in range(60):
+            asked = gateway.ask(f"r{number}", m, tenant_id=("apart", "t1", "t2")[number % 3], run_ms=500)
+            requests.append(asked)
+            await gateway.submit(asked)
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(30)
+        assert gateway.outcomes() == {"done": 60}
+        assert (node.loads, node.unloads) == (["m"], [])
+        spans = [(each.granted_ms, each.ended_ms, each.request.tenant_id == "apart") for each in requests]
+        for begun, ended, own in spans:
+            assert not [1 for other in spans if other[2] != own and other[0] < ended and begun < other[1]]
+        assert max(each.granted_ms - each.submitted_ms for each in requests) <= 10_000
+
+    simulate(story)
+
+
 def test_a_tenant_with_mig_slices_of_its_own_is_alone_on_them() -> None:
     """Three slices of 200 hold two models of 100 each: the tenant's two models share one slice, others the rest."""
 

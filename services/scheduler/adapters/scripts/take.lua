@@ -1,20 +1,22 @@
 -- Hand free slots out. ARGV from `at` on, for each offer: instance, version, slots, place, part (w, p or d), token us,
--- load us, handoff us. Answers granted tickets.
+-- load us, handoff us, owner that the caller saw. Answers granted tickets.
 local function read_offers(at)
   local all, names = {}, {}
-  for i = at, #ARGV, 8 do
+  for i = at, #ARGV, 9 do
     all[#all + 1] = {instance = ARGV[i], version = ARGV[i + 1], slots = tonumber(ARGV[i + 2]), place = ARGV[i + 3],
                      part = ARGV[i + 4], token_us = tonumber(ARGV[i + 5]), load_us = tonumber(ARGV[i + 6]),
-                     handoff_us = tonumber(ARGV[i + 7])}
+                     handoff_us = tonumber(ARGV[i + 7]), owner = ARGV[i + 8]}
     names[#names + 1] = ARGV[i]
   end
   local offers, waits, slots_of = {}, {}, {}
   if #all == 0 then return offers, waits, slots_of end
   local used, drains = call('HMGET', key('in_use'), unpack(names)), call('EXISTS', key('drains')) == 1
+  local owners = call('EXISTS', key('owners')) == 1 and call('HMGET', key('owners'), unpack(names)) or {}
   for i, offer in ipairs(all) do
     if offer.part ~= 'p' then slots_of[offer.version] = (slots_of[offer.version] or 0) + offer.slots end
     if not waits[offer.version] then waits[offer.version] = waiting(offer.version) end
-    if waits[offer.version] > 0 and not (drains and drain_mark(offer.instance)) then
+    local same_owner = (owners[i] or '') == offer.owner -- else it has changed hands since the caller looked
+    if same_owner and waits[offer.version] > 0 and not (drains and drain_mark(offer.instance)) then
       offer.used = num(used[i])
       offers[#offers + 1] = offer
     end
