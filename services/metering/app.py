@@ -13,6 +13,7 @@ from typing import Final
 
 import structlog
 
+from roundhouse import subjects
 from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.store import CatalogueReader
 from roundhouse.clock import Clock, SystemClock
@@ -27,6 +28,7 @@ from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.budget_alerts import StreamAlerts
 from services.metering.adapters.budget_store import RedisBudgets
 from services.metering.adapters.cloud_events import rated_record_json
+from services.metering.adapters.costs_api import CostServices, costs_router
 from services.metering.adapters.metering_grpc import MeteringService
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.reconciling_api import reconciling_router
@@ -36,6 +38,7 @@ from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_entries import SqlEntries
 from services.metering.adapters.sql_erasure import SqlForgetting
 from services.metering.adapters.sql_ledger import SqlLedger
+from services.metering.adapters.sql_nodes import SqlNodeHours
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.sql_rerating import SqlRerating
 from services.metering.adapters.sql_spend import SqlSpend
@@ -47,6 +50,7 @@ from services.metering.adapters.webhook_http import HttpPoster
 from services.metering.adapters.webhooks_api import WebhookServices, webhooks_router
 from services.metering.operations.budgeting import TURN_MS as BUDGETS_MS
 from services.metering.operations.budgeting import BudgetFeed
+from services.metering.operations.costing import NOTE_EVERY_MS, NodeWatch
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
 from services.metering.operations.forgetting import RETENTION_EVERY_MS, Retention
 from services.metering.operations.pricing import PriceKeeper
@@ -58,7 +62,7 @@ from services.metering.operations.watching import Watch
 from services.metering.operations.webhooks import TURN_MS as WEBHOOKS_MS
 from services.metering.operations.webhooks import WebhookSender, encode_with
 from services.metering.ports import PriceSource
-from services.metering.settings import MeteringSettings
+from services.metering.settings import MeteringSettings, rates_of
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +106,11 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             lifecycle.every(WEBHOOKS_MS, sender.turn, "metering_webhooks")
             money = _money(settings, ledger, bus, pricing, using.clock)
             reconciler = await _reconciler(settings, ledger, bus, prices, observer, using.clock, stack)
-            routers = (accounts_router(money), webhooks_router(webhooks), reconciling_router(reconciler, using.clock))
+            costs = await _costs(settings, ledger, bus, using.clock, lifecycle, stack)
+            routers = (
+                *(accounts_router(money), webhooks_router(webhooks), costs_router(costs)),
+                reconciling_router(reconciler, using.clock),
+            )
             using.http_port = await stack.enter_async_context(
                 serve_http(usage_api(ledger, *routers), settings.bind_host, settings.http_port)
             )
@@ -152,6 +160,22 @@ async def _working(
                 await finished.wait()
         except TimeoutError:
             log.warning("metering_not_drained", seconds=drain_seconds)  # unacknowledged events come again
+
+
+async def _costs(
+    settings: MeteringSettings,
+    ledger: SqlLedger,
+    bus: NatsBus,
+    clock: Clock,
+    lifecycle: Lifecycle,
+    stack: AsyncExitStack,
+) -> CostServices:
+    hours = SqlNodeHours(ledger.database)
+    watch = NodeWatch(hours)
+    subscription = await bus.subscribe(subjects.NODE_STATES, watch.on_state)
+    stack.push_async_callback(subscription.stop)
+    lifecycle.every(NOTE_EVERY_MS, watch.turn, "metering_nodes")
+    return CostServices(hours, rates_of(settings.node_hour_costs), settings.cost_currency, clock)
 
 
 async def _serve_grpc(settings: MeteringSettings, service: MeteringService, stack: AsyncExitStack) -> int:

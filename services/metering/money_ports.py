@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.metering.domain.costs import NodeHour, NodeUse
 from services.metering.domain.ledger import Entry, LedgerRow
 from services.metering.domain.prices import PriceBook, PriceRule
 from services.metering.domain.rating import Rating
@@ -219,4 +220,16 @@ class StreamErasure(Protocol):
 
     async def erase(self, tenant_id: str) -> None:
         """Remove what is recorded of a tenant. Idempotent. Raises Unavailable."""
+        ...
+
+
+class NodeHours(Protocol):
+    """Where nodes were seen, in the ledger's database. Raises Unavailable while that is away."""
+
+    async def merge(self, hours: Sequence[NodeHour]) -> None:
+        """Add sightings to what is known. Idempotent."""
+        ...
+
+    async def between(self, from_ms: int, to_ms: int) -> tuple[Sequence[NodeHour], Sequence[NodeUse]]:
+        """Sightings, and what ran, in the hours that begin in [from_ms, to_ms)."""
         ...

@@ -1,8 +1,9 @@
 """What metering needs to know, from the environment."""
 
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from roundhouse.environment import ServiceSettings
 
@@ -20,6 +21,10 @@ class MeteringSettings(ServiceSettings):
     webhook_private_addresses: bool = Field(
         default=False, description="let webhooks go to private addresses and over http; for development"
     )
+    node_hour_costs: str = Field(
+        default="", description="what a node-hour costs, by pool: shared=2.50,gold=4.10; *=1 is for every other pool"
+    )
+    cost_currency: str = Field(default="USD", pattern="^[A-Z]{3}$", description="currency of node_hour_costs")
     signing_key_file: str = Field(
         default="", description="Ed25519 key (PEM) that signs closed periods; empty: made beside a SQLite ledger"
     )
@@ -31,3 +36,24 @@ class MeteringSettings(ServiceSettings):
         if self.ledger_url.startswith("sqlite:///"):
             return Path(self.ledger_url.removeprefix("sqlite:///")).absolute().with_suffix(".signing.pem")
         return Path(".roundhouse/metering.signing.pem").absolute()
+
+    @field_validator("node_hour_costs")
+    @classmethod
+    def _costs_are_amounts(cls, text: str) -> str:
+        rates_of(text)
+        return text
+
+
+def rates_of(text: str) -> dict[str, Decimal]:
+    """Price of a node-hour by pool. Raises ValueError, naming the part that is wrong."""
+    rates: dict[str, Decimal] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        pool, _, amount = part.rpartition("=")
+        try:
+            rate = Decimal(amount)
+        except InvalidOperation:
+            raise ValueError(f"{part!r} is not POOL=AMOUNT") from None
+        if not pool or not rate.is_finite() or rate < 0:
+            raise ValueError(f"{part!r} is not POOL=AMOUNT")
+        rates[pool] = rate
+    return rates

@@ -16,8 +16,8 @@ def drop_all(url: str) -> None:
     """Drop what an earlier test left in a PostgreSQL database."""
     engine = open_reader(ledger_url(url))
     with engine.begin() as connection:
-        metadata.drop_all(connection)
-        connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
+        connection.execute(text("DROP SCHEMA public CASCADE"))
+        connection.execute(text("CREATE SCHEMA public"))
     engine.dispose()
 
 

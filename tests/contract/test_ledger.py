@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from msgspec.structs import replace
-from sqlalchemy import text
 
 from roundhouse.vocabulary import PriorityClass
 from services.metering.adapters.database import ledger_url, open_reader
@@ -22,29 +21,12 @@ from services.metering.domain.queries import Dimension, Totals, UsageFilter
 from services.metering.domain.rating import UNRATED
 from services.metering.domain.usage import UsageFacts
 from services.metering.ports import Ledger
+from tests.builders.ledgers import database_url
 from tests.builders.usage import AMOUNT, TIME_MS, abandoned, candidate, usage_facts
 from tests.fakes.ledger import FakeLedger
 
 NOW_MS = TIME_MS + 60_000
 EVERYTHING = UsageFilter()
-
-
-def empty_postgres(url: str) -> None:
-    """Drop what an earlier test left."""
-    engine = open_reader(ledger_url(url))
-    with engine.begin() as connection:
-        metadata.drop_all(connection)
-        connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
-    engine.dispose()
-
-
-def database_url(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
-    """An empty database of a kind."""
-    if kind == "sqlite":
-        return f"sqlite:///{folder}/ledger.sqlite3"
-    url = cast("str", request.getfixturevalue("postgres_url"))
-    empty_postgres(url)
-    return url
 
 
 @pytest.fixture(params=["fake", "sqlite", "postgresql"])

@@ -11,10 +11,14 @@ from typing import TypeVar
 
 from sqlalchemy import Connection, Engine
 
+from services.metering.adapters import schema_accounts, schema_nodes, schema_webhooks
 from services.metering.adapters.database import READERS, ledger_url, open_reader, open_writer, translated_errors
 from services.metering.adapters.migrating import migrate
 
 Answer = TypeVar("Answer")
+
+TABLES = (schema_accounts, schema_nodes, schema_webhooks)
+"""Whoever uses a database knows its whole schema, and not only what its own store needs."""
 
 
 class SqlDatabase:
