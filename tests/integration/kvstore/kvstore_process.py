@@ -136,6 +136,10 @@ class KvStoreProcess:
         conditions: dict[str, str] = json.loads(self.ops("/health/ready")[1])["conditions"]
         return conditions
 
+    def segments(self) -> list[Path]:
+        """The files of its blocks on disk."""
+        return sorted(Path(self._environment["ROUNDHOUSE_DATA_DIR"]).glob("*.segment"))
+
     def log_text(self) -> str:
         """All it said."""
         return self._log.read_text()
