@@ -6,7 +6,7 @@ Pure but for the port draw and the folders that the programs want. Each service 
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from functools import partial
@@ -122,9 +122,10 @@ def plan_cluster(home: Home, options: ClusterOptions, admin_key: str) -> Cluster
     ]
     maker = _ServiceMaker(home, options, addresses)
     parts = [Part(program, Tier.STORE, program.probe) for program in stores]
-    parts += maker.metering(metering_port)
-    for number in range(1, options.nodes + 1):
-        parts += maker.node(f"node-{number}", number)
+    tritons = [TritonPorts(*free_ports(3)) for _ in range(options.nodes)]
+    parts += maker.metering(metering_port, tritons)
+    for number, triton in enumerate(tritons, start=1):
+        parts += maker.node(f"node-{number}", number, triton)
     disaggregated = options.profile is Profile.DISAGGREGATED
     scheduler = {"DISAGGREGATE": "true"} if disaggregated else {}
     parts.append(maker.service("scheduler", "scheduler", Tier.SCHEDULER, 0, scheduler))
@@ -176,11 +177,12 @@ class _ServiceMaker:
         )
         return Part(program, tier, partial(http_probe, ops_port, "/health/ready"), ops_port)
 
-    def metering(self, port: int) -> list[Part]:
-        """Metering on a SQLite ledger."""
+    def metering(self, port: int, tritons: Sequence[TritonPorts]) -> list[Part]:
+        """Metering on a SQLite ledger, unless the options name another."""
         settings = {
             "LEDGER_URL": self._options.ledger_url or f"sqlite:///{self._home.data / 'ledger.sqlite3'}",
             "HTTP_PORT": str(port),
+            "ENGINE_METRICS_URLS": " ".join(f"http://127.0.0.1:{triton.metrics}/metrics" for triton in tritons),
         }
         return [self.service("metering", "metering", Tier.MEMORY, port, settings)]
 
@@ -200,9 +202,8 @@ class _ServiceMaker:
         serves = partial(first_reason, part.program.probe, *(partial(listening_probe, port) for port in edge))
         return replace(part, program=replace(part.program, probe=serves))
 
-    def node(self, node_id: str, number: int) -> Iterator[Part]:
+    def node(self, node_id: str, number: int, triton: TritonPorts) -> Iterator[Part]:
         """Triton, kvstore and loader of one node."""
-        triton = TritonPorts(*free_ports(3))
         kvstore_port, loader_port = free_ports(2)
         engine = triton_program(
             f"triton-{number}",

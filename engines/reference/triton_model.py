@@ -23,6 +23,7 @@ from engines.reference.response import ResponseValues, join_tokens
 from engines.reference.sampling_params import InvalidRequest
 from engines.reference.sequence import ContextLengthExceeded, Embedded, Event, Failed, TokenGenerated
 from engines.reference.token_bytes import TokenText
+from engines.reference.token_counters import TokenCounters
 from engines.reference.tracing import RequestSpan, RequestTracer
 
 LOOKUP_THREADS = 4  # requests that wait for blocks at once; they wait, they do not compute
@@ -38,6 +39,7 @@ class TritonPythonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._model: LoadedModel = load_model(parameters)
         self._tracer = RequestTracer(args["model_name"])
+        self._counters = TokenCounters(args["model_name"])
         self._loop = EngineLoop(self._model.engine, pb_utils.Logger.log_error)
         self._loop.start()
         self._waiting = ThreadPoolExecutor(LOOKUP_THREADS, "lookup")
@@ -58,12 +60,15 @@ class TritonPythonModel:
                 if call.awaits_more:
                     self._waiting.submit(self._submit_later, call, sender, span)
                 else:
-                    self._loop.submit(call.request, SenderReply(call, self._model.tokens, sender, span))
+                    self._loop.submit(call.request, self._reply(call, sender, span))
 
     def _submit_later(self, call: Call, sender: Any, span: RequestSpan) -> None:
         """Wait for blocks from a disk or another node, then go on with or without them."""
         call = await_prefix(self._model, call)
-        self._loop.submit(call.request, SenderReply(call, self._model.tokens, sender, span))
+        self._loop.submit(call.request, self._reply(call, sender, span))
+
+    def _reply(self, call: Call, sender: Any, span: RequestSpan) -> SenderReply:
+        return SenderReply(call, self._model.tokens, sender, span, self._counters)
 
     def finalize(self) -> None:
         """Stop the threads and let go of the block store; Triton calls this after the last request has ended."""
@@ -76,8 +81,9 @@ class TritonPythonModel:
 class SenderReply:
     """The way back to one caller through Triton's response sender."""
 
-    def __init__(self, call: Call, tokens: TokenText, sender: Any, span: RequestSpan) -> None:
+    def __init__(self, call: Call, tokens: TokenText, sender: Any, span: RequestSpan, counters: TokenCounters) -> None:
         """Nothing is sent yet."""
+        self._counters = counters
         self._call = call
         self._tokens = tokens
         self._sender = sender
@@ -92,7 +98,7 @@ class SenderReply:
 
     def abandoned(self) -> None:
         """Close the response stream of a caller that is gone."""
-        self._end_span("cancelled")
+        self._ended("cancelled")
         self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def send(self, events: Sequence[Event]) -> None:
@@ -105,10 +111,10 @@ class SenderReply:
         last = events[-1]
         if isinstance(last, Embedded):
             self._respond(embedding_values(self._call, last), final=True)
-            self._end_span("stop")
+            self._ended("stop")
         elif isinstance(last, Failed):
             send_error(self._sender, last.error)
-            self._end_span("error")
+            self._ended("error")
 
     def _send_gathered(self) -> None:
         gathered, self._gathered = self._gathered, []
@@ -117,13 +123,14 @@ class SenderReply:
         self._respond(values, final=finish is not None)
         self._sent = True
         if finish is not None:
-            self._end_span(finish)
+            self._ended(finish)
 
     def _respond(self, values: ResponseValues, final: bool) -> None:
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         self._sender.send(pb_utils.InferenceResponse(output_tensors=output_tensors(values)), flags=flags)
 
-    def _end_span(self, outcome: str) -> None:
+    def _ended(self, outcome: str) -> None:
+        self._counters.add(len(self._call.request.prompt), self._output_tokens)
         self._span.end(outcome, len(self._call.request.prompt), self._output_tokens)
 
 

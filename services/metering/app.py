@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
+import httpx
 import structlog
 
 from roundhouse import subjects
@@ -30,6 +31,7 @@ from services.metering.adapters.budget_store import RedisBudgets
 from services.metering.adapters.cloud_events import rated_record_json
 from services.metering.adapters.costs_api import CostServices, costs_router
 from services.metering.adapters.metering_grpc import MeteringService
+from services.metering.adapters.engine_metrics import TritonCounters
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.reconciling_api import reconciling_router
 from services.metering.adapters.reconciling_sources import StreamSources
@@ -51,6 +53,8 @@ from services.metering.adapters.webhooks_api import WebhookServices, webhooks_ro
 from services.metering.operations.budgeting import TURN_MS as BUDGETS_MS
 from services.metering.operations.budgeting import BudgetFeed
 from services.metering.operations.costing import NOTE_EVERY_MS, NodeWatch
+from services.metering.operations.engine_watch import SAMPLE_MS as ENGINES_MS
+from services.metering.operations.engine_watch import EngineWatch
 from services.metering.operations.folding import FOLD_EVERY_MS, Folding
 from services.metering.operations.forgetting import RETENTION_EVERY_MS, Retention
 from services.metering.operations.pricing import PriceKeeper
@@ -106,10 +110,11 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             lifecycle.every(WEBHOOKS_MS, sender.turn, "metering_webhooks")
             money = _money(settings, ledger, bus, pricing, using.clock)
             reconciler = await _reconciler(settings, ledger, bus, prices, observer, using.clock, stack)
+            engines = await _engines(settings, ledger, observer, using.clock, stack)
             costs = await _costs(settings, ledger, bus, using.clock, lifecycle, stack)
             routers = (
                 *(accounts_router(money), webhooks_router(webhooks), costs_router(costs)),
-                reconciling_router(reconciler, using.clock),
+                reconciling_router(reconciler, engines, using.clock),
             )
             using.http_port = await stack.enter_async_context(
                 serve_http(usage_api(ledger, *routers), settings.bind_host, settings.http_port)
@@ -127,6 +132,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             budgets = await _budgets(settings, ledger, bus, prices, using.clock, stack)
             lifecycle.every(BUDGETS_MS, budgets.turn, "metering_budgets")
             lifecycle.every(RECONCILING_MS, reconciler.turn, "metering_reconciling")
+            lifecycle.every(ENGINES_MS, engines.turn, "metering_engines")
             await stack.enter_async_context(_working(lifecycle, recorder, publisher, settings.drain_seconds))
             log.info("metering_started", http_port=using.http_port, grpc_port=using.grpc_port)
             yield
@@ -226,6 +232,14 @@ async def _reconciler(
     redis = open_redis(settings.redis_url)
     stack.push_async_callback(redis.aclose)
     return Reconciler(ledger, StreamSources(redis, bus, prices), observer, clock)
+
+
+async def _engines(
+    settings: MeteringSettings, ledger: SqlLedger, observer: ProcessObserver, clock: Clock, stack: AsyncExitStack
+) -> EngineWatch:
+    client = await stack.enter_async_context(httpx.AsyncClient())
+    counters = TritonCounters(client, settings.engine_metrics_urls.split())
+    return EngineWatch(counters, ledger, observer, clock)
 
 
 async def _budgets(

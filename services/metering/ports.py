@@ -258,3 +258,17 @@ class ReconcilingObserver(Protocol):
     def reconciled(self, until_ms: int, differences: Mapping[Kind, int]) -> None:
         """Everything before `until_ms` was compared."""
         ...
+
+    def engines_compared(self, models: int) -> None:
+        """An hour of the engines' own counts was compared; so many models differ."""
+        ...
+
+
+class EngineCounters(Protocol):
+    """What engines have counted by themselves."""
+
+    async def read(self) -> Mapping[tuple[str, str], tuple[int, int]]:
+        """(server, Triton's name of a model) → input and output tokens since it was loaded.
+
+        A server that does not answer is left out; never raises for it."""
+        ...

@@ -14,6 +14,9 @@ class MeteringSettings(ServiceSettings):
     ledger_url: str = Field(
         default="sqlite:///.roundhouse/ledger.sqlite3", description="sqlite:///FILE or postgresql://user@host/database"
     )
+    engine_metrics_urls: str = Field(
+        default="", description="metrics pages of the Triton servers, with spaces between; empty: not compared"
+    )
     http_port: int = Field(default=8090, ge=0, le=65535, description="usage queries; internal, knows no keys")
     grpc_port: int = Field(
         default=0, ge=0, le=65535, description="usage queries over gRPC; internal, knows no keys; 0 picks a free port"

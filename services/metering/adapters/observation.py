@@ -76,3 +76,7 @@ class ProcessObserver:
         _reconciled.set(until_ms / 1000)
         for kind, count in differences.items():
             _differences.labels(kind.value).inc(count)
+
+    def engines_compared(self, models: int) -> None:
+        """See `ReconcilingObserver.engines_compared`."""
+        _differences.labels(Kind.ENGINE_DIFFERS.value).inc(models)
