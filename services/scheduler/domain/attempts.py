@@ -156,11 +156,13 @@ def tombstone(attempt_id: AttemptId, now_ms: int) -> Attempt:
 
 def lane_depths(versions: Mapping[VersionKey, VersionQueues]) -> tuple[LaneDepth, ...]:
     """Lanes with requests waiting, by version and class."""
+    waiting = [
+        (version, CLASSES.index(name), lane, queues.average_run_milli // 1000)
+        for version, queues in versions.items()
+        for name, lane in queues.lanes.items()
+        if lane.waiting
+    ]
     return tuple(
-        LaneDepth(version, name, queues.lanes[name].waiting, queues.lanes[name].oldest_ms(), run_ms)
-        for version, queues in sorted(versions.items())
-        if queues.waiting
-        for run_ms in [queues.average_run_milli // 1000]
-        for name in CLASSES
-        if queues.lanes[name].waiting
+        LaneDepth(version, CLASSES[number], lane.waiting, lane.oldest_ms(), run_ms)
+        for version, number, lane, run_ms in sorted(waiting, key=lambda each: each[:2])
     )
