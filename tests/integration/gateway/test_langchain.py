@@ -1,5 +1,9 @@
 """LangChain's chat model and embeddings as people use them, against a gateway."""
 
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -9,9 +13,19 @@ from tests.integration.gateway.running_gateway import KEYS, RunningGateway
 
 
 @pytest.fixture
-def chat(gateway: RunningGateway) -> ChatOpenAI:
+async def clients() -> AsyncIterator[dict[str, Any]]:
+    """HTTP clients for LangChain, which does not close those it makes itself."""
+    with httpx.Client() as http_client:
+        async with httpx.AsyncClient() as http_async_client:
+            yield {"http_client": http_client, "http_async_client": http_async_client}
+
+
+@pytest.fixture
+def chat(gateway: RunningGateway, clients: dict[str, Any]) -> ChatOpenAI:
     """A chat model as the documentation makes it."""
-    return ChatOpenAI(model="m", base_url=f"{gateway.url}/v1", api_key=KEYS["t1"], max_tokens=3, max_retries=0)
+    return ChatOpenAI(
+        model="m", base_url=f"{gateway.url}/v1", api_key=KEYS["t1"], max_tokens=3, max_retries=0, **clients
+    )
 
 
 async def test_a_chat_is_invoked(chat: ChatOpenAI) -> None:
@@ -39,12 +53,13 @@ async def test_chats_are_batched(chat: ChatOpenAI, node: FakeNode) -> None:
     assert len(node.calls) == 3
 
 
-async def test_texts_are_embedded(gateway: RunningGateway) -> None:
+async def test_texts_are_embedded(gateway: RunningGateway, clients: dict[str, Any]) -> None:
     """The way that sends texts, and the one that sends token ids would need OpenAI's own tokenizer."""
     embeddings = OpenAIEmbeddings(
         model="m",
         base_url=f"{gateway.url}/v1",  # type: ignore[call-arg]  # an alias
         api_key=KEYS["t1"],
         check_embedding_ctx_length=False,
+        **clients,
     )
     assert await embeddings.aembed_documents(["a", "b"]) == [[0.5, -0.25, 1.0]] * 2
