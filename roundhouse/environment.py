@@ -57,6 +57,11 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **additions}
 
 
+def worker_environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Our own environment with some `ROUNDHOUSE_` settings replaced, for a process that does the same work as we."""
+    return {**os.environ, **{f"ROUNDHOUSE_{name}": value for name, value in settings.items()}}
+
+
 def roundhouse_home() -> Path:
     """Where the embedded cluster keeps its state: `ROUNDHOUSE_HOME`, else `.roundhouse` in the current folder."""
     return Path(os.environ.get("ROUNDHOUSE_HOME") or ".roundhouse").absolute()

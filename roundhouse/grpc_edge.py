@@ -7,6 +7,7 @@ Clients get it back through `from_rpc_error`. Anything else an implementation ra
 import inspect
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -55,7 +56,7 @@ _RECONNECT: list[tuple[str, int]] = [
 _ACCEPT_KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+    ("grpc.max_metadata_size", 32 * 1024),  # a key, a trace and what proxies add take a few hundred bytes
 ]
 
 
@@ -69,18 +70,28 @@ def open_channel(address: str) -> grpc.aio.Channel:
 class GrpcServer:
     """An aio server with health, reflection, error mapping and trace context."""
 
-    def __init__(self) -> None:
-        self.server = grpc.aio.server(interceptors=[_EdgeInterceptor()], options=_LIMITS + _ACCEPT_KEEPALIVE)
+    def __init__(self, *, reuse_port: bool = False) -> None:
+        """With `reuse_port` other processes may serve the same port; else a taken port is an error."""
+        sharing = [("grpc.so_reuseport", int(reuse_port))]
+        self.server = grpc.aio.server(interceptors=[_EdgeInterceptor()], options=_LIMITS + _ACCEPT_KEEPALIVE + sharing)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self.port = 0
 
-    async def start(self, host: str, port: int, service_names: Sequence[str]) -> int:
-        """Listen and report SERVING for each name. Port 0 picks a free one; returns the port. Raises Unavailable."""
+    async def start(
+        self, host: str, port: int, service_names: Sequence[str], *, tls: tuple[Path, Path, Path | None] | None = None
+    ) -> int:
+        """Listen and report SERVING for each name. Port 0 picks a free one; returns the port. Raises Unavailable.
+
+        `tls` is certificate, key and, for clients that must show a certificate, their CAs: PEM files."""
         names = (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
         try:
-            self.port = self.server.add_insecure_port(f"{host}:{port}")
+            address = f"{host}:{port}"
+            if tls is None:
+                self.port = self.server.add_insecure_port(address)
+            else:
+                self.port = self.server.add_secure_port(address, _server_credentials(*tls))
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {host}:{port}: is the port taken?") from error
         await self.server.start()
@@ -92,6 +103,12 @@ class GrpcServer:
         """Refuse new calls, let running ones end within `grace_s`."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+def _server_credentials(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+    roots = None if client_ca is None else client_ca.read_bytes()
+    pair = (key.read_bytes(), certificate.read_bytes())
+    return grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
 
 
 async def abort(context: Any, error: RoundhouseError) -> NoReturn:

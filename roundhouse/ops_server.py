@@ -4,12 +4,9 @@
 the reasons (case B48); `/metrics` is the Prometheus page.
 """
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from roundhouse import telemetry
-from roundhouse.errors import Unavailable
+from roundhouse.http_server import serve_http
 
 
 class Readiness:
@@ -62,53 +59,3 @@ async def serve_ops(readiness: Readiness, host: str, port: int) -> AsyncIterator
     app = Starlette(routes=health_routes(readiness))
     async with serve_http(app, host, port) as bound:
         yield bound
-
-
-@asynccontextmanager
-async def serve_http(app: object, host: str, port: int, *, drain_s: float = 5.0) -> AsyncIterator[int]:
-    """Serve an ASGI app while the context is open; yields the port (0 picks a free one).
-
-    Leaving stops accepting and waits up to `drain_s` for open responses. Raises Unavailable if the port is taken."""
-    listener = _listen(host, port)
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]  # any ASGI callable
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        loop="none",
-        proxy_headers=False,  # nothing here believes what a client says of its address
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield int(listener.getsockname()[1])
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `lifecycle` owns the signals."""
-
-    def install_signal_handlers(self) -> None:
-        """Nothing to install."""
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve without capturing signals."""
-        await self._serve(sockets)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(1024)
-    listener.setblocking(False)
-    return listener

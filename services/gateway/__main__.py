@@ -1,6 +1,7 @@
 """Runs the gateway: `python -m services.gateway`. Everything is set by environment variables; `--help` lists them."""
 
 import argparse
+import sys
 
 from pydantic_core import PydanticUndefined
 
@@ -8,6 +9,7 @@ from roundhouse import lifecycle
 from roundhouse.environment import read_settings
 from services.gateway.app import application
 from services.gateway.settings import GatewaySettings
+from services.gateway.workers import run_workers
 
 
 def _help_text() -> str:
@@ -27,6 +29,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
     settings = read_settings(GatewaySettings)
+    if settings.workers > 1:
+        sys.exit(run_workers(settings))
     lifecycle.run("gateway", settings, application(settings))
 
 

@@ -12,14 +12,16 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
 from roundhouse.catalogue.store import CatalogueReader, CatalogueView
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.errors import InvalidInput, Unavailable
 from roundhouse.event_bus import EventBus, connect_bus
 from roundhouse.grpc_edge import GrpcServer
+from roundhouse.http_server import TlsFiles, serve_http
 from roundhouse.lifecycle import Application, Lifecycle
-from roundhouse.ops_server import Readiness, serve_http, serve_ops
+from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId
 from services.gateway.adapters import kserve_grpc, native_grpc
@@ -29,7 +31,9 @@ from services.gateway.adapters.admission import RedisAdmission
 from services.gateway.adapters.answer_store import RedisAnswerStore
 from services.gateway.adapters.batch_composition import Batches, BatchParts, open_batches
 from services.gateway.adapters.grpc_requests import GrpcCalls
+from services.gateway.adapters.http2_server import serve_http2
 from services.gateway.adapters.http_app import health_routes, public_app
+from services.gateway.adapters.http_limits import HttpLimits
 from services.gateway.adapters.http_requests import RequestReader
 from services.gateway.adapters.identity_tokens import IdentityTokens, Issuer, KeysAndTokens
 from services.gateway.adapters.key_directory import RedisKeyDirectory
@@ -83,6 +87,7 @@ class Addresses:
     """Ports that were bound, for tests and embedding."""
 
     http: int = 0
+    http2: int = 0
     grpc: int = 0
     admin: int = 0
     ops: int = 0
@@ -109,6 +114,7 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, world: World, lifecycle: Lifecycle, stack: AsyncExitStack) -> None:
         self._settings = settings
+        self._tls = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._world = world
         self._lifecycle = lifecycle
         self._stack = stack
@@ -151,6 +157,8 @@ class Gateway:
         addresses.http = await self._stack.enter_async_context(
             serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
         )
+        addresses.routes = [*openai.routes(), *batches.routes, *kserve.routes()]
+        await self._serve_http(public_app(addresses.routes, self._readiness, keys.identify), addresses)
         self._stack.callback(self._stop_taking_work)
         self._readiness.set("serving", reason=None)
         log.info("gateway_serving", http=addresses.http, ops=addresses.ops)
@@ -259,14 +267,46 @@ class Gateway:
             declared = await asyncio.to_thread(_read_declared, settings.catalogue_file)
             await services.applying.apply(declared, actor=APPLIED_AT_START)
         addresses.admin = await self._stack.enter_async_context(
-            serve_http(admin_app(services), settings.bind_host, settings.admin_port)
+            serve_http(
+                HttpLimits(admin_app(services), secure=self._tls is not None),
+                settings.bind_host,
+                settings.admin_port,
+                tls=self._tls,
+                reuse_port=settings.reuse_port,
+            )
         )
         return services.nodes
 
+    async def _serve_http(self, app: ASGIApp, addresses: Addresses) -> None:
+        """The public application over HTTP/1.1, and over HTTP/2 if it has a port."""
+        settings, tls = self._settings, self._tls
+        limited = HttpLimits(app, origins=settings.cors_origins, secure=tls is not None, body_s=settings.body_seconds)
+        http1 = serve_http(
+            limited,
+            settings.bind_host,
+            settings.http_port,
+            drain_s=settings.drain_seconds,
+            tls=tls,
+            head_s=settings.head_seconds,
+            reuse_port=settings.reuse_port,
+        )
+        addresses.http = await self._stack.enter_async_context(http1)
+        if settings.http2_port >= 0:
+            http2 = serve_http2(
+                limited,
+                settings.bind_host,
+                settings.http2_port,
+                drain_s=settings.drain_seconds,
+                tls=tls,
+                reuse_port=settings.reuse_port,
+            )
+            addresses.http2 = await self._stack.enter_async_context(http2)
+
     async def _serve_grpc(self, kserve: KServeService, native: NativeService) -> int:
-        server = GrpcServer()
+        server = GrpcServer(reuse_port=self._settings.reuse_port)
         names = [kserve_grpc.add_to_server(kserve, server.server), native_grpc.add_to_server(native, server.server)]
-        port = await server.start(self._settings.bind_host, self._settings.grpc_port, names)
+        tls = None if self._tls is None else (self._tls.certificate, self._tls.key, self._tls.client_ca)
+        port = await server.start(self._settings.bind_host, self._settings.grpc_port, names, tls=tls)
         self._stack.push_async_callback(server.stop, self._settings.drain_seconds)
         return port
 

@@ -15,6 +15,19 @@ class GatewaySettings(ServiceSettings):
     http_port: int = Field(default=8080, ge=0, le=65535, description="OpenAI and KServe v2 REST; 0 picks a free port")
     grpc_port: int = Field(default=8081, ge=0, le=65535, description="KServe v2 gRPC; 0 picks a free port")
     admin_port: int = Field(default=8082, ge=0, le=65535, description="admin API; 0 picks a free port")
+    http2_port: int = Field(
+        default=-1, ge=-1, le=65535, description="the same over HTTP/2; 0 picks a free port, -1 = none"
+    )
+    workers: int = Field(default=1, ge=1, le=64, description="processes that share the ports; see docs/operators")
+    reuse_port: bool = Field(default=False, description="let other gateways of this machine share the ports")
+    tls_cert: str = Field(default="", description="PEM certificate chain of all ports but the ops port; empty = no TLS")
+    tls_key: str = Field(default="", description="PEM key of the certificate")
+    tls_client_ca: str = Field(default="", description="PEM CAs; clients must then show a certificate of theirs (mTLS)")
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description='origins whose pages may call, a JSON list; ["*"] = all, empty = CORS is off'
+    )
+    head_seconds: float = Field(default=10.0, gt=0, description="time for the head of a request")
+    body_seconds: float = Field(default=30.0, gt=0, description="time for a body, and a second more for each 16 kB")
     admin_key_hash: str = Field(
         default="", pattern="^([0-9a-f]{64})?$", description="SHA-256 of the bootstrap admin key, hex; empty = none"
     )

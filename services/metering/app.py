@@ -20,8 +20,9 @@ from roundhouse.catalogue.store import CatalogueReader
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.event_bus import NatsBus, connect_bus
 from roundhouse.grpc_edge import GrpcServer
+from roundhouse.http_server import serve_http
 from roundhouse.lifecycle import Application, Lifecycle
-from roundhouse.ops_server import Readiness, serve_http, serve_ops
+from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
 from services.metering.adapters import metering_grpc
 from services.metering.adapters.accounts_api import MoneyServices, accounts_router

@@ -18,6 +18,12 @@ class BodyTooLarge(InvalidInput):
     """The body is longer than this gateway takes."""
 
 
+class BodyTooSlow(InvalidInput):
+    """The body comes so slowly that waiting for it would hold a place for nothing."""
+
+    default_code = "request_timeout"
+
+
 class NoSuchRoute(NotFound):
     """There is nothing at this path."""
 
@@ -30,7 +36,7 @@ class WrongMethod(InvalidInput):
     default_code = "method_not_allowed"
 
 
-_STATUS: dict[type[RoundhouseError], int] = {BodyTooLarge: 413, WrongMethod: 405}
+_STATUS: dict[type[RoundhouseError], int] = {BodyTooLarge: 413, BodyTooSlow: 408, WrongMethod: 405}
 
 
 def http_status(error: RoundhouseError) -> int:

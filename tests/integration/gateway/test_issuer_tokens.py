@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from roundhouse.catalogue.records import Limits
-from roundhouse.ops_server import serve_http
+from roundhouse.http_server import serve_http
 from roundhouse.wire.v1 import inference_pb2, inference_pb2_grpc
 from tests.builders.checkpoints import random_checkpoint
 from tests.fakes.inference_node import FakeNode
