@@ -153,11 +153,6 @@ class Gateway:
         page = OpenApiPage()
         addresses.routes = [*openai.routes(), *batches.routes, *kserve.routes(), *page.routes()]
         page.describe([*health_routes(self._readiness), *addresses.routes])
-        app = public_app(addresses.routes, self._readiness, keys.identify)
-        addresses.http = await self._stack.enter_async_context(
-            serve_http(app, settings.bind_host, settings.http_port, drain_s=settings.drain_seconds)
-        )
-        addresses.routes = [*openai.routes(), *batches.routes, *kserve.routes()]
         await self._serve_http(public_app(addresses.routes, self._readiness, keys.identify), addresses)
         self._stack.callback(self._stop_taking_work)
         self._readiness.set("serving", reason=None)
