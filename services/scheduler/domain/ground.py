@@ -104,6 +104,10 @@ class Ground:
             return True  # an old version
         return spec.replicas_wanted == 0 or self.replicas(instance.version) > spec.replicas_wanted
 
+    def leavers(self, node: NodeView) -> list[InstanceView]:
+        """Instances of a node that may leave, busy or not."""
+        return [each for each in node.instances if self.may_leave(node, each)]
+
     def is_idle(self, node: NodeView, instance: InstanceView) -> bool:
         """Whether nobody uses an instance or waits for it, and it may leave (invariant 8)."""
         used = self.in_use(node, instance) or instance.version in self.oldest

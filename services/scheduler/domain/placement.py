@@ -153,6 +153,7 @@ class _Planner(Ground):
         if self.now_ms - self.oldest[version] < self.policy.patience_ms:
             return self._wait(version, Wait.ROOM, "no memory is free and no instance is idle")
         if not any(self._close_over(spec, self.sites_of(spec, group), held) for group in groups):
+            self._promise(spec, self.sites_of(spec, groups[0]))
             self._wait(version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet")
         return None
 
@@ -203,29 +204,37 @@ class _Planner(Ground):
     # -- rotation ---------------------------------------------------------------------------------------------------
 
     def _close_over(self, spec: VersionSpec, places: Sequence[Site], held: Sequence[Held]) -> bool:
-        """Close what has had its time; else keep what is free for when that time has come."""
-        over, later = [], []
-        for node, found in held:
-            if self.may_leave(node, found) and self.over_ms(found) <= self.now_ms:
-                site = Site(node, stands_on(node, found))
-                over.append((self.in_use(node, found), 1, _rank(site), site, [found]))
+        """Close what has had its time, where that is enough."""
+        over = [
+            (self.in_use(node, found), 1, _rank(site), site, [found])
+            for node, found in held
+            if self.may_leave(node, found) and self.over_ms(found) <= self.now_ms
+            for site in [Site(node, stands_on(node, found))]
+        ]
         for site in places:
-            leaving = [each for each in site.node.instances if self.may_leave(site.node, each)]
-            ripe = self.just_enough(spec, site, [each for each in leaving if self.over_ms(each) <= self.now_ms])
-            if ripe:
-                over.append((sum(self.in_use(site.node, each) for each in ripe), len(ripe), _rank(site), site, ripe))
-            elif chosen := self.just_enough(spec, site, leaving):
-                later.append((max(self.over_ms(each) for each in chosen), _rank(site), site, chosen))
-        if over:
-            *_, site, chosen = min(over, key=lambda choice: choice[:3])
-            self._close(spec, site, chosen)
-            self._wait(spec.version, Wait.DRAINING, ENDING)
-        elif later:
+            ripe = [each for each in self.leavers(site.node) if self.over_ms(each) <= self.now_ms]
+            if chosen := self.just_enough(spec, site, ripe):
+                busy = sum(self.in_use(site.node, each) for each in chosen)
+                over.append((busy, len(chosen), _rank(site), site, chosen))
+        if not over:
+            return False
+        *_, site, chosen = min(over, key=lambda choice: choice[:3])
+        self._close(spec, site, chosen)
+        self._wait(spec.version, Wait.DRAINING, ENDING)
+        return True
+
+    def _promise(self, spec: VersionSpec, places: Sequence[Site]) -> None:
+        """Keep the site whose time comes first for this demand: younger ones neither fill nor close it meanwhile."""
+        later = [
+            (max(self.over_ms(each) for each in chosen), _rank(site), site, chosen)
+            for site in places
+            if (chosen := self.just_enough(spec, site, self.leavers(site.node)))
+        ]
+        if later:
             *_, site, chosen = min(later, key=lambda choice: choice[:2])
             self.rooms.reserve(site, spec.share, chosen)
             self.promised.update(instance_key(site.node.node_id, each.version) for each in chosen)
             self.idle.pop(site.node.node_id, None)
-        return bool(over)
 
     def _continue_rotation(self, spec: VersionSpec, nodes: list[NodeView]) -> bool:
         """Go on where instances were closed for this version; whether there are any, and they are enough."""
