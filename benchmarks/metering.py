@@ -3,7 +3,10 @@
 Every case drains the same number of messages from a NATS server of its own run, all waiting in the stream before the
 clock starts. A share of the messages are repeats of earlier ones. The limit does what any consumer must (fetch in
 batches of the same size, acknowledge each) and nothing else. With `--billing` the billing stream is published
-meanwhile, as in the service; without it the ledger is measured alone.
+meanwhile, as in the service; without it the ledger is measured alone. Beside each rate stands the processor time an
+event took: on a machine that others use it says more.
+
+`--queries N` fills a SQLite ledger with N rows (and a tenth and a hundredth of it) and measures queries on each.
 """
 
 import argparse
@@ -21,22 +24,21 @@ import psycopg.sql
 import uvloop
 from nats.js.api import ConsumerConfig
 
+from benchmarks.metering_events import CataloguePrices, facts_of
+from benchmarks.metering_queries import query_latencies
 from benchmarks.report import Figure, Goal, Report
 from deploy.local.ports import free_ports
 from deploy.local.server import LocalServer
 from deploy.local.stores import nats_program, postgres_binaries, postgres_program
 from roundhouse import subjects
-from roundhouse.catalogue.records import Catalogue, Engine, Interface, Model, Price
 from roundhouse.clock import SystemClock
 from roundhouse.event_bus import NatsBus, connect_bus
-from roundhouse.vocabulary import Digest, ModelName, Outcome, PriorityClass
 from services.metering.adapters.billing_stream import JetStreamBilling
 from services.metering.adapters.sql_ledger import SqlLedger
 from services.metering.adapters.sql_prices import SqlPrices
 from services.metering.adapters.usage_stream import CONSUMER, JetStreamUsage
 from services.metering.adapters.usage_wire import encode_event
 from services.metering.domain.ledger import Result
-from services.metering.domain.usage import UsageFacts
 from services.metering.operations.pricing import PriceKeeper
 from services.metering.operations.publishing import Publisher
 from services.metering.operations.recording import BATCH_EVENTS, Recorder
@@ -50,22 +52,6 @@ GOALS = {"sqlite": 0.6, "postgresql": 0.4}
 
 Drain = Callable[[NatsBus, int], Awaitable[float]]
 """Drain so many messages from the usage stream; the seconds it took."""
-
-
-class _Prices:
-    """One generation with one priced model."""
-
-    def __init__(self) -> None:
-        model = Model(
-            name=ModelName("assistant-7b"),
-            source_path="/models/assistant-7b",
-            engine=Engine.REFERENCE,
-            interface=Interface.LLM,
-            digest=Digest("sha256:" + "1" * 64),
-            price=Price(id="assistant-7b-2026", input="0.15", cached_input="0.05", output="0.6"),
-        )
-        self.current = Catalogue(generation=1, models={model.name: model})
-        self.not_ready_reason: str | None = None
 
 
 class _Count:
@@ -98,6 +84,7 @@ def run(arguments: Sequence[str]) -> Report:
     parser.add_argument("--events", type=int, default=20_000, help="messages a case")
     parser.add_argument("--repeats", type=int, default=3, help="runs a case; the median counts")
     parser.add_argument("--billing", action="store_true", help="publish the billing stream meanwhile")
+    parser.add_argument("--queries", type=int, default=0, help="also measure queries, at this many rows")
     parser.add_argument("--no-postgresql", action="store_true", help="measure SQLite only")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
@@ -110,12 +97,15 @@ def run(arguments: Sequence[str]) -> Report:
 
 async def _measure(options: argparse.Namespace, folder: Path, nats_url: str, postgres: str | None) -> Report:
     bus = await connect_bus(nats_url, name="benchmark")
+    costs: dict[str, list[float]] = {}
     figures: dict[str, Figure] = {"events": options.events}
     goals: list[Goal] = []
     databases = ["sqlite"] + (["postgresql"] if postgres else [])
     rates: dict[str, list[float]] = {}
     for turn in range(options.repeats):  # interleaved, so that a slow minute of the machine meets every case
-        rates.setdefault("limit", []).append(await _rate(bus, options.events, 0.0, _pull_and_acknowledge))
+        rates.setdefault("limit", []).append(
+            await _rate(bus, options.events, 0.0, _pull_and_acknowledge, costs, "limit")
+        )
         for database in databases:
             for share in DUPLICATE_SHARES:
                 case = f"case_{turn}_{share * 100:.0f}"
@@ -124,21 +114,30 @@ async def _measure(options: argparse.Namespace, folder: Path, nats_url: str, pos
                     url = await asyncio.to_thread(_new_database, str(postgres), case)
                 drain = _into_ledger(url, billing=options.billing)
                 name = f"{database}_{share:.0%}_duplicates_events_per_second"
-                rates.setdefault(name, []).append(await _rate(bus, options.events, share, drain))
+                rates.setdefault(name, []).append(await _rate(bus, options.events, share, drain, costs, name))
     limit = statistics.median(rates.pop("limit"))
     for name, measured in rates.items():
         figures[name] = statistics.median(measured)
         goals.append(Goal.at_least(name, GOALS[name.split("_")[0]], statistics.median(measured) / limit))
+    for name, measured in costs.items():
+        figures[name.replace("_events_per_second", "") + "_cpu_us_per_event"] = round(statistics.median(measured), 1)
     await bus.close()
+    if options.queries:
+        figures |= await query_latencies(folder, options.queries)
     return Report(NAME, figures, {"pull_and_acknowledge_events_per_second": limit}, goals)
 
 
-async def _rate(bus: NatsBus, events: int, share: float, drain: Drain) -> float:
+async def _rate(
+    bus: NatsBus, events: int, share: float, drain: Drain, costs: dict[str, list[float]], name: str
+) -> float:
     with suppress(Exception):
         await bus.jetstream.delete_stream(subjects.USAGE_STREAM)
     await bus.ensure_streams()
     await _publish(bus, _events(events, share, random.Random(5)))
-    return events / await drain(bus, events)
+    spent_s = time.process_time()
+    took_s = await drain(bus, events)
+    costs.setdefault(name, []).append((time.process_time() - spent_s) / events * 1e6)
+    return events / took_s
 
 
 async def _publish(bus: NatsBus, payloads: Iterator[tuple[str, bytes]]) -> None:
@@ -158,46 +157,11 @@ def _events(count: int, share: float, chance: random.Random) -> Iterator[tuple[s
         if recent and chance.random() < share:
             yield recent[chance.randrange(len(recent))]
             continue
-        facts = _facts(number, chance)
+        facts = facts_of(number, chance)
         message = (subjects.usage(facts.tenant_id), encode_event(facts).SerializeToString())
         recent.append(message)
         del recent[:-5_000]
         yield message
-
-
-def _facts(number: int, chance: random.Random) -> UsageFacts:
-    request_id = f"req-{chance.getrandbits(96):024x}"
-    return UsageFacts(
-        event_id=f"{request_id}/1",
-        tenant_id=f"tenant-{number % 50}",
-        source="roundhouse",
-        time_ms=1_767_225_600_000 + number * 37,
-        request_id=request_id,
-        attempt=1,
-        key_id=f"key-{number % 50}",
-        model="assistant-7b",
-        model_digest="sha256:" + "1" * 64,
-        adapter=f"adapter-{number % 200}",
-        adapter_digest="sha256:" + "2" * 64,
-        priority_class=PriorityClass.STANDARD,
-        outcome=Outcome.DONE,
-        status=200,
-        finish_reason="stop",
-        input_tokens=chance.randrange(10, 4000),
-        cached_tokens=chance.randrange(0, 10),
-        output_tokens=chance.randrange(1, 800),
-        counted_by="engine",
-        queue_ms=12,
-        stage_ms=0,
-        load_ms=0,
-        first_token_ms=180,
-        total_ms=2400,
-        run_ms=2300,
-        node_id="node-1",
-        operation="chat",
-        emitter="gateway",
-        corrects_id="",
-    )
 
 
 async def _pull_and_acknowledge(bus: NatsBus, events: int) -> float:
@@ -218,7 +182,7 @@ def _into_ledger(url: str, *, billing: bool) -> Drain:
     async def drain(bus: NatsBus, events: int) -> float:
         ledger = await SqlLedger.open(url)
         clock, observer, stopping = SystemClock(), _Count(events), asyncio.Event()
-        pricing = PriceKeeper(_Prices(), SqlPrices(ledger.database), clock)
+        pricing = PriceKeeper(CataloguePrices(), SqlPrices(ledger.database), clock)
         recorder = Recorder(JetStreamUsage(bus), ledger, pricing, clock, observer)
         publisher = Publisher(ledger, JetStreamBilling(bus), clock, holder="benchmark")
         started = time.perf_counter()

@@ -23,6 +23,7 @@ from roundhouse.catalogue.records import Catalogue, Price
 from services.metering.domain.usage import UsageFacts
 
 ANY: Final = ""
+RANKED_MAX: Final = 65_536  # models × adapters × classes that are remembered; a guess, about 10 MB
 CATALOGUE: Final = "catalogue"
 APPLIED: Final = "applied"
 
@@ -45,14 +46,19 @@ class PriceRule(Struct, frozen=True, kw_only=True):
     origin: str = APPLIED
 
 
+Versions = tuple[list[int], list[PriceRule]]
+"""Of one selector, by when they take effect: the instants, and the rules."""
+
+
 class PriceBook:
-    """Every rule, ready to be asked. Immutable; O(log versions) a question."""
+    """Every rule, ready to be asked. Immutable but for what it remembers; O(log versions) a question."""
 
     def __init__(self, rules: Iterable[PriceRule] = ()) -> None:
         self.rules: tuple[PriceRule, ...] = tuple(
             sorted(rules, key=lambda rule: (rule.selector, rule.from_ms, rule.price.id))
         )
-        self._versions: dict[tuple[str, str, str], tuple[list[int], list[PriceRule]]] = {}
+        self._ranked: dict[tuple[str, str, str], list[Versions]] = {}
+        self._versions: dict[tuple[str, str, str], Versions] = {}
         for rule in self.rules:
             starts, versions = self._versions.setdefault(rule.selector, ([], []))
             starts.append(rule.from_ms)
@@ -60,29 +66,33 @@ class PriceBook:
 
     def rule_for(self, facts: UsageFacts) -> PriceRule | None:
         """The rule that applies to an event; None if none does."""
-        model, adapter, wanted = facts.model, facts.adapter, facts.priority_class._value_
-        places = [(model, adapter), (ANY, adapter), (model, ANY), (ANY, ANY)] if adapter else [(model, ANY), (ANY, ANY)]
-        for place in places:
-            for named in (wanted, ANY):
-                rule = self._version((*place, named), facts.time_ms)
-                if rule is not None:
-                    return rule
+        key = (facts.model, facts.adapter, facts.priority_class._value_)
+        ranked = self._ranked.get(key)
+        if ranked is None:
+            ranked = self._rank(*key)
+        for starts, versions in ranked:
+            place = bisect_right(starts, facts.time_ms) - 1
+            if place < 0:
+                continue
+            rule = versions[place]
+            if rule.to_ms is None or facts.time_ms < rule.to_ms:
+                return rule
         return None
+
+    def _rank(self, model: str, adapter: str, wanted: str) -> list[Versions]:
+        """Versions of every selector that matches, the most specific first."""
+        places = [(model, adapter), (ANY, adapter), (model, ANY), (ANY, ANY)] if adapter else [(model, ANY), (ANY, ANY)]
+        keys = [(*place, named) for place in places for named in (wanted, ANY)]
+        ranked = [self._versions[key] for key in keys if key in self._versions]
+        if len(self._ranked) >= RANKED_MAX:
+            self._ranked.clear()  # names come from callers of the wire: what is remembered of them is bounded
+        self._ranked[model, adapter, wanted] = ranked
+        return ranked
 
     def newest(self, selector: Selector) -> PriceRule | None:
         """The version that takes effect last, whether or not it has yet."""
         found = self._versions.get(selector)
         return None if found is None else found[1][-1]
-
-    def _version(self, selector: tuple[str, str, str], time_ms: int) -> PriceRule | None:
-        found = self._versions.get(selector)
-        if found is None:
-            return None
-        place = bisect_right(found[0], time_ms) - 1
-        if place < 0:
-            return None
-        rule = found[1][place]
-        return rule if rule.to_ms is None or time_ms < rule.to_ms else None
 
 
 def declared_rules(catalogue: Catalogue, now_ms: int, book: PriceBook) -> list[PriceRule]:
