@@ -4,7 +4,7 @@ It speaks what gateways use of Triton (KServe v2, `ModelStreamInfer`) on a real 
 a second that its models are ready, as a loader would. A model whose name begins with `hold` gives one token and then
 nothing until its caller leaves; every other one gives as many as `max_tokens` says, one message each, with no delay.
 The answers are encoded once: what is measured is whoever reads them. FILE is JSON: nats_url, port, models
-{name: digest}, slots.
+{name: digest}, slots, narrow (models with one slot).
 """
 
 import asyncio
@@ -95,7 +95,7 @@ def node_state(options: dict[str, Any], sequence: int) -> loading_pb2.NodeState:
             generation=1,
             device_bytes=1 << 20,
             state_since_unix_ms=now_ms,
-            slots=options["slots"],
+            slots=1 if name in options["narrow"] else options["slots"],
         )
         for name, digest in options["models"].items()
     ]

@@ -26,6 +26,7 @@ from tests.builders.checkpoints import knob_model
 
 TENANT = "bench"
 FAST, HOLD = "fast", "hold"
+NARROW = "hold-narrow"  # one request at a time
 SLOTS = 20_000  # never full: queueing is not what is measured
 
 
@@ -86,7 +87,9 @@ async def gateway_mesh(
 
 def _fake_node(folder: Path, nats_url: str, port: int, digests: Mapping[str, str]) -> LocalServer:
     options = folder / "node.json"
-    options.write_text(json.dumps({"nats_url": nats_url, "port": port, "models": dict(digests), "slots": SLOTS}))
+    options.write_text(
+        json.dumps({"nats_url": nats_url, "port": port, "models": dict(digests), "slots": SLOTS, "narrow": [NARROW]})
+    )
     node = LocalServer(python_program("node", "benchmarks.fake_node", [str(options)], port, folder / "node.log"))
     node.spawn()  # in the main thread: the kernel ties a child to the thread that forked it
     return node
@@ -106,7 +109,7 @@ def _write_catalogue(root: Path, tenants: list[dict[str, Any]], models: tuple[st
                 "source": {"path": str(knob_model(root / model))},
                 "engine": "triton",
                 "interface": "llm",
-                "slots": 1024,  # the most that a catalogue may say; the node itself says more
+                "slots": 1 if model == NARROW else 1024,  # the most that a catalogue may say; the node itself says more
                 "context_tokens": 4096,
                 "memory": {"device": "16MiB", "kv_pool_tokens": 1_000_000},
                 "price": {"id": "bench", "output": "1"},
