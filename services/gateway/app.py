@@ -48,7 +48,7 @@ from services.gateway.adapters.openapi_page import OpenApiPage
 from services.gateway.adapters.openai_work import OpenAIWork
 from services.gateway.adapters.outbox.folder import OutboxFolder
 from services.gateway.adapters.request_metrics import PrometheusObserver
-from services.gateway.adapters.scheduler_bus import BusScheduler, receive_grants
+from services.gateway.adapters.scheduler_bus import BusScheduler, leave_emptied_nodes, receive_grants
 from services.gateway.adapters.text_codecs import CheckpointCodecs
 from services.gateway.adapters.triton_node import TritonNodes
 from services.gateway.adapters.usage_outbox import UsageOutbox
@@ -217,6 +217,8 @@ class Gateway:
         outbox = await self._outbox(bus, scheduler)
         grants = await receive_grants(bus, settings.instance_id, attempts)
         self._stack.push_async_callback(grants.stop)
+        emptied = await leave_emptied_nodes(bus, attempts)
+        self._stack.push_async_callback(emptied.stop)
         self._every(HEARTBEAT_MS, lambda: beat(attempts, scheduler, world.clock), "heartbeat")
         self._every(HEARTBEAT_MS, lambda: renew(attempts, admission, settlements), "lease_renewal")
         return RequestParts(

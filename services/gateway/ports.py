@@ -182,6 +182,10 @@ class NodeLost(EngineFailed):
     """The connection to the node broke off, or could not be made: another node may run the request."""
 
 
+class NodeLeft(EngineFailed):
+    """The stream left its node because that is being emptied: another node goes on with it."""
+
+
 class InferenceNode(Protocol):
     """Triton nodes, addressed by the placement of a grant."""
 

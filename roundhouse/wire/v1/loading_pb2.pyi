@@ -224,6 +224,7 @@ class NodeState(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     DEVICE_COUNT_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    EMPTYING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     sequence: _builtins.int
     """rises with each message of one loader process"""
@@ -239,6 +240,8 @@ class NodeState(_message.Message):
     loader_address: _builtins.str
     kvstore_address: _builtins.str
     device_count: _builtins.int
+    emptying: _builtins.bool
+    """in maintenance: streams that can go on elsewhere should"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_vocabulary_pb2.TierBytes]: ...
     @_builtins.property
@@ -265,10 +268,11 @@ class NodeState(_message.Message):
         instances: _abc.Iterable[Global___Instance] | None = ...,
         device_count: _builtins.int = ...,
         devices: _abc.Iterable[Global___Device] | None = ...,
+        emptying: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepting", b"accepting", "device_count", b"device_count", "devices", b"devices", "incarnation", b"incarnation", "instances", b"instances", "kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "pool", b"pool", "role", b"role", "sent_unix_ms", b"sent_unix_ms", "sequence", b"sequence", "tiers", b"tiers", "triton_grpc_address", b"triton_grpc_address", "unhealthy_reason", b"unhealthy_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepting", b"accepting", "device_count", b"device_count", "devices", b"devices", "emptying", b"emptying", "incarnation", b"incarnation", "instances", b"instances", "kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "pool", b"pool", "role", b"role", "sent_unix_ms", b"sent_unix_ms", "sequence", b"sequence", "tiers", b"tiers", "triton_grpc_address", b"triton_grpc_address", "unhealthy_reason", b"unhealthy_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

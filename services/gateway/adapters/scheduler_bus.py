@@ -63,3 +63,14 @@ async def receive_grants(bus: EventBus, gateway_id: str, attempts: Attempts) -> 
         return wire.GrantAck(wanted=wanted).SerializeToString()
 
     return await bus.subscribe(subjects.gateway_grant(gateway_id), on_delivery, concurrency=GRANT_HANDLERS)
+
+
+async def leave_emptied_nodes(bus: EventBus, attempts: Attempts) -> Subscription:
+    """Have streams leave nodes that are in maintenance, as soon as their loaders say so, and each time they say it."""
+
+    async def on_state(message: Message) -> None:
+        state = loading_pb2.NodeState.FromString(message.data)
+        if state.emptying:
+            attempts.leave(state.node_id)
+
+    return await bus.subscribe(subjects.NODE_STATES, on_state)

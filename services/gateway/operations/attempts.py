@@ -35,6 +35,7 @@ class Attempt:
     opened_ms: int | None = None  # monotonic; when the engine stream was opened
     journal: AttemptJournal | None = None  # set with `opened_ms`
     node_id: str = ""  # where it runs now
+    leaving: bool = False  # its node is being emptied
     prefill_node_id: str = ""  # where its prompt ran, if that was another node
     first_token_ms: int | None = None  # from submit
     input_tokens: int = 0
@@ -101,6 +102,12 @@ class Attempts:
     def held(self) -> list[Admitted]:
         """The admissions whose leases are to be renewed, waiting and running ones."""
         return [attempt.admitted for attempt in self._open.values()]
+
+    def leave(self, node_id: str) -> None:
+        """Have every stream on a node that can go on elsewhere do so with its next piece. Idempotent."""
+        for attempt in self._open.values():
+            if attempt.node_id == node_id:
+                attempt.leaving = True
 
     def fail_waiting(self, error: RoundhouseError) -> None:
         """End the wait of every attempt that has no grant, because this process stops."""

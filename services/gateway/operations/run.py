@@ -27,6 +27,7 @@ from services.gateway.ports import (
     EngineRequest,
     HeldBlocks,
     InferenceNode,
+    NodeLeft,
     NodeLost,
     TensorReply,
 )
@@ -203,6 +204,8 @@ class Run:
                     # Before the last piece is handed on: a client that leaves after reading it has had everything.
                     await finished_anyway(self.finish(None))
                 yield item
+                if attempt.leaving and left and may_go_on(self._progress):
+                    raise NodeLeft("The node that ran the request is being emptied.")
                 item = await anext(produced, None)
             if left:
                 raise EngineFailed("The engine ended without finishing the request.")

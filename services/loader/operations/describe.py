@@ -53,6 +53,7 @@ def describe(
         pool=identity.pool,
         role=identity.role,
         accepting=node.accepting,
+        emptying=bool(node.maintenance),
         unhealthy_reason=node.not_accepting_reason,
         triton_grpc_address=identity.triton_address,
         loader_address=identity.loader_address,

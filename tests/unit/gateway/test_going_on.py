@@ -1,16 +1,18 @@
 """A stream whose node is lost goes on elsewhere, and a request over two nodes is one request. Over fakes."""
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from roundhouse.errors import EngineFailed
-from roundhouse.vocabulary import Outcome
+from roundhouse.vocabulary import Outcome, RequestId
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.call_progress import token_ids_of
 from services.gateway.operations.engine_streams import Produced
 from services.gateway.operations.run import RunEvent
+from services.gateway.operations.run_request import run_request
 from services.gateway.ports import EngineChunk, EngineRequest, NodeLost
 from tests.unit.gateway.gateway_world import GatewayWorld
 from tests.unit.gateway.scenarios import billed, collect, in_world
@@ -62,6 +64,29 @@ def test_a_lost_node_is_told_before_the_next_attempt() -> None:
         world.node.failure = NodeLost("The node that ran the request failed.")
         await collected(world, output_tokens=5)
         assert world.scheduler.nodes_lost == ["node-1"]
+
+    in_world(scenario)
+
+
+def test_a_stream_leaves_a_node_that_is_emptied() -> None:
+    """Maintenance of the node in mid-stream: after the piece that is on its way the stream goes on elsewhere, and no
+    scheduler is told that the node is lost. One that cannot go on stays to its end."""
+
+    async def scenario(world: GatewayWorld) -> None:
+        for names_tokens, calls in ((True, 2), (False, 3)):
+            world.node.names_tokens = names_tokens
+            work = replace(world.work(resumable=True, output_tokens=5), request_id=RequestId(f"r{calls}"))
+            texts = []
+            async with run_request(world.parts, work) as run:
+                async for event in run.events():
+                    assert isinstance(event, Produced)
+                    assert isinstance(event.piece, EngineChunk)
+                    texts.append(event.piece.text)
+                    if len(texts) == 2:
+                        world.attempts.leave("node-1")
+            assert texts == [f"tok{number} " for number in range(5)]
+            assert len(world.node.calls) == calls
+        assert world.scheduler.nodes_lost == []
 
     in_world(scenario)
 
