@@ -6,22 +6,22 @@ Source of the files: the Hugging Face checkpoint layout (tokenizer.json, tokeniz
 """
 
 import asyncio
-import datetime
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from roundhouse.catalogue.records import Model
 from roundhouse.errors import InvalidInput, Unavailable
+from services.gateway.adapters.template_sandbox import ChatEnvironment, TemplateRefusal, TemplateTooLong
 
 CODECS_MAX = 64  # a guess: some 10 MB each for a vocabulary of 128,000
+INLINE_S_MAX = 0.01  # a guess: a template that takes longer leaves the loop
 INLINE_CHARACTERS_MAX = 4_000  # about 1 ms of encoding; longer texts leave the loop
-PROMPT_CHARACTERS_MAX = 16 * 1024 * 1024  # a template may not blow a prompt up without limit
 
 
 class HuggingFaceCodec:
@@ -36,7 +36,9 @@ class HuggingFaceCodec:
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         source = _template_source(folder, config)
-        self._template = _environment().from_string(source) if source is not None else None
+        self._environment = ChatEnvironment()
+        self._renders_quickly = False
+        self._template = self._environment.from_string(source) if source is not None else None
         self.renders_tools: bool = source is not None and "tools" in source
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
@@ -57,26 +59,31 @@ class HuggingFaceCodec:
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """See `TextCodec.render_chat`."""
         size = sum(len(str(message)) for message in messages)
-        if size <= INLINE_CHARACTERS_MAX:
+        if self._renders_quickly and size <= INLINE_CHARACTERS_MAX:
+            return self._timed(messages, tools, size)
+        return await asyncio.to_thread(self._timed, messages, tools, size)
+
+    def _timed(self, messages: Sequence[object], tools: Sequence[object] | None, size: int) -> str:
+        """Render, and remember whether the template is quick: until it has shown that, it does not run on the loop."""
+        began_s = time.perf_counter()
+        try:
             return self._render(messages, tools)
-        return await asyncio.to_thread(self._render, messages, tools)
+        finally:
+            if size <= INLINE_CHARACTERS_MAX:
+                self._renders_quickly = time.perf_counter() - began_s < INLINE_S_MAX
 
     def _render(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         if self._template is None:
             raise InvalidInput("This model has no chat template; use /v1/completions.", param="messages")
+        values = {"messages": messages, "tools": tools, "add_generation_prompt": True, **self._special}
         try:
-            text = self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._special)
+            return self._environment.bounded(self._template, values)
         except TemplateRefusal as error:
             raise InvalidInput(str(error), param="messages") from error
+        except TemplateTooLong as error:
+            raise InvalidInput("The prompt is too long.", code="context_length_exceeded", param="messages") from error
         except Exception as error:  # a stranger's program may raise anything
             raise InvalidInput("The model's chat template does not take these messages.", param="messages") from error
-        if len(text) > PROMPT_CHARACTERS_MAX:
-            raise InvalidInput("The prompt is too long.", code="context_length_exceeded", param="messages")
-        return text
-
-
-class TemplateRefusal(Exception):
-    """A template called `raise_exception`; the text is the model author's, for the caller."""
 
 
 class CheckpointCodecs:
@@ -103,29 +110,6 @@ class CheckpointCodecs:
         except Exception as error:  # the tokenizers library raises bare Exception
             self._codecs.pop(key, None)
             raise Unavailable(f"The tokenizer of '{model.name}' cannot be read.") from error
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML, which would change prompts.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateRefusal(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now(tz=datetime.UTC).strftime(pattern)
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:

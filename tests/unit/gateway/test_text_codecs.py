@@ -1,5 +1,6 @@
 """Chat templates are programs of strangers: they render in a sandbox, and what they refuse is the caller's to hear."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -48,6 +49,41 @@ async def test_a_template_cannot_break_out(tmp_path: Path, template: str) -> Non
     with pytest.raises(InvalidInput) as refused:
         await render(with_template(tmp_path, template))
     assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ 'x'.ljust(1000000000) }}",
+        "{{ 'x'|center(1000000000) }}",
+        "{{ '%1000000000d' % 5 }}",
+        "{{ '{:1000000000}'.format(5) }}",
+        "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x]|join %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x.replace('x', ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x|replace('x', ns.x) %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+    ],
+)
+async def test_a_template_ends_and_fills_no_memory(tmp_path: Path, template: str) -> None:
+    """Loops without end, recursion, powers, paddings, doublings: refused within seconds as the caller's input."""
+    with pytest.raises(InvalidInput):
+        await asyncio.wait_for(asyncio.to_thread(asyncio.run, render(with_template(tmp_path, template))), 60)
+
+
+async def test_joining_and_adding_still_work(tmp_path: Path) -> None:
+    """What templates of real models do is as it was: `~`, `+`, `%`, filters and loops with conditions."""
+    template = (
+        "{% for m in messages if m.role == 'user' %}{{ '<' ~ m.role ~ '>' + m.content|trim }}{{ loop.index }}"
+        "{{ '%s' % 'x' }}{{ ['a', 'b']|join('-') }}{% endfor %}{{ 3 * 4 }}{{ 'ab' * 2 }}"
+    )
+    assert await render(with_template(tmp_path, template)) == "<user>hi <b>1xa-b12abab"
 
 
 async def test_a_template_may_say_why(tmp_path: Path) -> None:
