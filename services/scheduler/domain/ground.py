@@ -10,6 +10,7 @@ from roundhouse.vocabulary import NodeId
 from services.scheduler.domain.candidates import Candidates
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.plans import Deferred, Load, PoolView, ResidencyPolicy, Rotate
+from services.scheduler.domain.pressure import LastUses
 from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, instance_key
 from services.scheduler.domain.sites import Rooms, Site, is_held, retry_at_ms, sites
 
@@ -31,6 +32,7 @@ class Ground:
     busy: list[Deferred] = field(default_factory=list)
     promised: set[InstanceKey] = field(default_factory=set)  # to older demands, when they have had their time
     idle: dict[NodeId, list[InstanceView]] = field(default_factory=dict)
+    uses: LastUses = field(default_factory=LastUses)
     given_up: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # closed for what cannot use them as they are
 
     def is_claimed(self, version: VersionKey) -> bool:

@@ -33,6 +33,7 @@ from services.scheduler.domain.plans import (
     Worth,
 )
 from services.scheduler.domain.preference import Preference, near_first
+from services.scheduler.domain.pressure import LastUses, breaks_promise
 from services.scheduler.domain.records import (
     BROKEN,
     PREFILL_STAGE,
@@ -77,6 +78,7 @@ class _Planner(Ground):
             self.oldest[depth.version] = min(depth.oldest_ms, self.oldest.get(depth.version, depth.oldest_ms))
         self.closed = {key: mark.purpose for key, mark in state.drains.items() if mark.until_ms > self.now_ms}
         self.rooms = Rooms.of(self.view, self.now_ms)
+        self.uses = LastUses(state)
         reopen = self._reopen()
         for version in sorted(self.oldest, key=lambda version: (self.oldest[version], version)):
             self._place(version)
@@ -132,8 +134,7 @@ class _Planner(Ground):
     def _place(self, version: VersionKey) -> None:
         """Place one waiting version, or say why it must wait."""
         if any(self.is_open(node, version) for node in self.view.holders(version)):
-            self.busy.append(Deferred(version, Wait.SLOTS, "every slot of its instances is in use"))
-            return None
+            return self._place_another(version)
         if self.is_here(version) or self.is_claimed(version):
             return self._wait(version, Wait.LOADING, "its load has begun")
         spec = self.view.specs.get(version)
@@ -156,6 +157,20 @@ class _Planner(Ground):
             self._promise(spec, self.sites_of(spec, groups[0]))
             self._wait(version, Wait.TURN, "no memory is free; the models that hold it have not had their time yet")
         return None
+
+    def _place_another(self, version: VersionKey) -> None:
+        """One more instance if what waits takes longer than the model promises, and not before."""
+        spec = self.view.specs.get(version)
+        arriving = self.is_claimed(version) or any(self.arrives(node, version) for node in self.view.holders(version))
+        if spec is None or arriving or not breaks_promise(self.view, version):
+            self.busy.append(Deferred(version, Wait.SLOTS, "every slot of its instances is in use"))
+        elif not self._load_somewhere(spec, self.candidates.of(spec), "backlog"):
+            self.busy.append(Deferred(version, Wait.SLOTS, "every slot is in use, and there is no room for another"))
+
+    def _waits_its_turn(self, version: VersionKey) -> bool:
+        """Whether a version may only take the place of what has had its time: it has one already, or is in a circle."""
+        wanted_ms = self.oldest.get(version, self.now_ms)
+        return self.is_here(version) or self.uses.came_back(version, wanted_ms, self.policy.quantum_ms)
 
     def _change_hands(self, spec: VersionSpec, held: Sequence[Held]) -> bool:
         """Give it an instance of the same version that stands for somebody else: idle, or closed for this and done."""
@@ -189,9 +204,12 @@ class _Planner(Ground):
         return Preference.of(self.view, spec, self.rooms, self.candidates.able(spec))
 
     def _load_evicting(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
-        prefer, choices = self._preference(spec), []
+        prefer, choices, in_turn = self._preference(spec), [], self._waits_its_turn(spec.version)
         for site in self.sites_of(spec, nodes):
-            chosen = self.just_enough(spec, site, self.idle_on(site.node))
+            idle = self.idle_on(site.node)
+            if in_turn:
+                idle = [each for each in idle if self.over_ms(each) <= self.now_ms]
+            chosen = self.just_enough(spec, site, idle)
             if chosen:
                 dearest = max(self.worth_of(site.node, each) for each in chosen)
                 choices.append((len(chosen), dearest, prefer(site), site, chosen))

@@ -16,6 +16,79 @@ def is_hit(asked: Asked) -> bool:
     return asked.grant is not None and not asked.grant.load_ms and asked.granted_ms - asked.submitted_ms < LOAD_MS
 
 
+def test_four_models_by_turns_in_room_for_three() -> None:
+    """The pattern that is worst for LRU (which hits 0 %): at any time one of four models is out, so 3 of 4 requests can
+    hit; at least 60 % do. Nobody waits longer than one rotation: the three others' quanta and loads."""
+
+    async def story(world: World) -> None:
+        models = [model(f"m{n}", slots=4) for n in range(4)]
+        world.offer(*models)
+        node, gateway = await world.node(capacity=300, load_ms=LOAD_MS), await world.gateway()
+        await world.scheduler("s1")
+        await world.scheduler("s2")
+        await asyncio.sleep(1.1)
+        asked = []
+        for n in range(480):
+            each = gateway.ask(f"r{n}", models[n % 4], run_ms=50, deadline_unix_ms=world.clock.now_ms() + 600_000)
+            asked.append(each)
+            await gateway.submit(each)
+            await asyncio.sleep(0.25)
+        await asyncio.sleep(60)
+        assert gateway.outcomes() == {"done": 480}
+        steady = asked[48:]  # after three quanta or so
+        hits = sum(map(is_hit, steady))
+        waits_ms = [each.granted_ms - each.submitted_ms for each in steady]
+        assert hits >= 0.6 * len(steady), hits / len(steady)
+        assert max(waits_ms) <= 3 * (QUANTUM_MS + LOAD_MS)
+        assert len(node.loads) <= 60  # of 480 under LRU
+
+    simulate(story)
+
+
+def test_a_model_that_was_not_there_lately_takes_an_idle_place_at_once() -> None:
+    """Only who is in a circle waits for a turn: the fourth model, new, replaces an idle one in one load."""
+
+    async def story(world: World) -> None:
+        models = [model(f"m{n}", slots=4) for n in range(4)]
+        world.offer(*models)
+        await world.node(capacity=300, load_ms=LOAD_MS)
+        gateway = await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        for n in range(4):
+            asked = gateway.ask(f"r{n}", models[n])
+            await gateway.submit(asked)
+            await asyncio.sleep(2)
+            assert asked.granted_ms - asked.submitted_ms < LOAD_MS + 700
+
+    simulate(story)
+
+
+def test_a_second_instance_comes_when_the_backlog_breaks_the_promise_and_not_before() -> None:
+    """One slot, 100 ms a run, a promise of 2 s: 15 waiting take 1.5 s and load nothing; 40 take 4 s: one more load."""
+
+    async def story(world: World) -> None:
+        busy = model("busy", slots=1, ttft_slo_ms=2_000)
+        world.offer(busy)
+        nodes = [await world.node(f"n{n}") for n in range(2)]
+        gateway = await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        await gateway.submit(gateway.ask("first", busy))  # its run time is known from here on
+        await asyncio.sleep(3)
+        few = [gateway.ask(f"f{n}", busy, tenant_id=f"t{n % 5}") for n in range(15)]
+        await asyncio.gather(*(gateway.submit(each) for each in few))
+        await asyncio.sleep(4)
+        assert sum(len(node.loads) for node in nodes) == 1
+        many = [gateway.ask(f"m{n}", busy, tenant_id=f"t{n % 5}") for n in range(40)]
+        await asyncio.gather(*(gateway.submit(each) for each in many))
+        await asyncio.sleep(6)
+        assert [len(node.loads) for node in nodes] == [1, 1]
+        assert gateway.outcomes() == {"done": 56}
+
+    simulate(story)
+
+
 def test_a_request_takes_back_an_unload_that_was_not_sent() -> None:
     """Invariant 9: while the replica that evicts is between the mark and the order, a request for the victim comes: the
     victim stays and serves it at once; the other model is loaded later, when that is done."""
