@@ -44,11 +44,12 @@ from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
 from services.gateway.adapters.openai_calls import OpenAICalls
 from services.gateway.adapters.openai_routes import OpenAIRoutes
-from services.gateway.adapters.openapi_page import OpenApiPage
 from services.gateway.adapters.openai_work import OpenAIWork
+from services.gateway.adapters.openapi_page import OpenApiPage
 from services.gateway.adapters.outbox.folder import OutboxFolder
 from services.gateway.adapters.request_metrics import PrometheusObserver
 from services.gateway.adapters.scheduler_bus import BusScheduler, leave_emptied_nodes, receive_grants
+from services.gateway.adapters.serving_versions import ServingVersions
 from services.gateway.adapters.text_codecs import CheckpointCodecs
 from services.gateway.adapters.triton_node import TritonNodes
 from services.gateway.adapters.usage_outbox import UsageOutbox
@@ -132,7 +133,9 @@ class Gateway:
         redis = open_redis(settings.redis_url)
         self._stack.push_async_callback(redis.aclose)
         self._stack.push_async_callback(self._end_turns)
-        catalogue = await self._catalogue(redis, bus)
+        declared = await self._catalogue(redis, bus)
+        catalogue = ServingVersions(declared, world.clock)
+        await catalogue.start(bus)
         keys = await self._directory(redis)
         parts = await self._parts(bus, redis)
         self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
@@ -140,7 +143,7 @@ class Gateway:
         texts = OpenAIWork(catalogue, world.codecs, settings.cluster)
         openai_calls = OpenAICalls(parts, texts)
         openai = OpenAIRoutes(openai_calls, catalogue, reader, world.clock, RedisAnswerStore(redis))
-        nodes = await self._admin(bus, redis, catalogue, keys, addresses)
+        nodes = await self._admin(bus, redis, declared, keys, addresses)
         signatures = NodeSignatures(nodes)
         tensors = TensorWork(catalogue, signatures)
         kserve = KServeRoutes(parts, tensors, signatures, catalogue, reader, self._readiness)

@@ -80,6 +80,8 @@ class Succession:
                 old.reason, old.succeeded_by = SUPERSEDED, None
                 self._steps.take(old.instance.version, words.UnloadCommanded(old.instance.generation + 1))
             return
+        if heir is not None and heir.instance.state is State.FAILED and heir.device_bytes > self._node.device.free:
+            return  # the old one made room for it once, in vain: not again
         moving = heir is not None and not heir.instance.state.is_at_rest
         if moving or new in self._staging or now_ms < self._retry_ms.get(new, 0):
             return

@@ -89,6 +89,11 @@ async def test_a_version_that_cannot_load_leaves_the_old_one_or_gives_its_place_
     assert (node.state(OLD), node.state(WIDE)) == (State.READY, State.FAILED)
     assert [note.what for note in node.audit.notes].count("restored") == 1
     assert node.audit.notes[-1].reason == RESTORED
+    node.library.knobs[OLD.name] = {"fail_load": "no such tensor"}
+    unloads = list(node.control.unloads)
+    await asyncio.sleep(120)
+    assert node.state(OLD) is State.READY
+    assert node.control.unloads == unloads, "it does not make room for it again"
 
 
 @on_a_small_node(OLD, watched=True)
