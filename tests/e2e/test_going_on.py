@@ -45,6 +45,40 @@ def test_a_stream_outlives_the_death_of_its_node(mesh: Mesh, sampling: dict[str,
     assert sum(row["input_tokens"] for row in rows) == attempts(mesh, whole.request_id)[0]["input_tokens"]
 
 
+def test_a_stream_leaves_a_node_that_is_emptied(mesh: Mesh) -> None:
+    """Maintenance of the node in mid-stream: the stream goes on elsewhere with the same text; the node gets empty."""
+    body = {"ignore_eos": True, "temperature": 0}
+    whole = streamed(mesh, "tiny-4", max_tokens=TOKENS, act=nothing, body=body)
+    node = str(ledger_rows(mesh, "acme", {whole.request_id})[whole.request_id]["node"])
+    headers = {"Authorization": f"Bearer {mesh.admin_key}"}
+    path = f"{mesh.admin_url}/admin/v1/nodes/{node}"
+    try:
+        moved = streamed(
+            mesh,
+            "tiny-4",
+            max_tokens=TOKENS,
+            act=lambda: httpx.post(f"{path}/drain", json={"reason": "test"}, headers=headers, timeout=30),
+            body=body,
+        )
+        assert (moved.errors, moved.done, moved.completion_tokens) == ([], True, TOKENS)
+        assert moved.text == whole.text
+        wait_until(lambda: "it still has models" if "tiny-4" in models_on(mesh, node) else None, within_s=60)
+    finally:
+        httpx.post(f"{path}/resume", json={}, headers=headers, timeout=30)
+    mesh.wait_ready(60)
+
+
+def models_on(mesh: Mesh, node: str) -> set[str]:
+    """Models that hold device memory of a node."""
+    return {
+        each["model"]
+        for found in admin_get(mesh, "/nodes")["nodes"]
+        if found["node_id"] == node
+        for each in found["instances"]
+        if each["state"] not in ("staged", "failed")
+    }
+
+
 def attempts(mesh: Mesh, request_id: str) -> list[dict[str, Any]]:
     """The ledger's rows of one request, by attempt, once its last attempt is there."""
     deadline, rows = time.monotonic() + 30, list[dict[str, Any]]()
