@@ -52,14 +52,12 @@ def test_a_stream_leaves_a_node_that_is_emptied(mesh: Mesh) -> None:
     node = str(ledger_rows(mesh, "acme", {whole.request_id})[whole.request_id]["node"])
     headers = {"Authorization": f"Bearer {mesh.admin_key}"}
     path = f"{mesh.admin_url}/admin/v1/nodes/{node}"
+
+    def drain() -> None:
+        assert httpx.post(f"{path}/drain", json={"reason": "test"}, headers=headers, timeout=30).is_success
+
     try:
-        moved = streamed(
-            mesh,
-            "tiny-4",
-            max_tokens=TOKENS,
-            act=lambda: httpx.post(f"{path}/drain", json={"reason": "test"}, headers=headers, timeout=30),
-            body=body,
-        )
+        moved = streamed(mesh, "tiny-4", max_tokens=TOKENS, act=drain, body=body)
         assert (moved.errors, moved.done, moved.completion_tokens) == ([], True, TOKENS)
         assert moved.text == whole.text
         wait_until(lambda: "it still has models" if "tiny-4" in models_on(mesh, node) else None, within_s=60)
