@@ -9,7 +9,6 @@ those of the caller, who shares the cores.
 import argparse
 import asyncio
 import resource
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -158,8 +157,10 @@ def _add_goals(result: Figures, levels: Sequence[int]) -> None:
             whole = float(result.figures[f"roundhouse_cpu_s_per_1000_mesh_{at}"])
             result.goals.append(Goal.at_most(f"gateway's CPU s per 1,000, {at}", GATEWAY_GOALS[kind], gateway))
             result.goals.append(Goal.at_most(f"mesh's CPU s per 1,000, {at}", MESH_GOALS[kind], whole))
-    added = float(result.figures[f"roundhouse_added_total_ms_p99_stream_at_{levels[0]}"])
-    result.goals.append(Goal.at_most("added p99 of one streaming caller, ms: no 40 ms stall", STALL_MS, added))
+    # A stall of Nagle's kind meets every answer; the median shows it, and a busy machine does not blur it.
+    added = float(result.figures[f"roundhouse_added_total_ms_p50_stream_at_{levels[0]}"])
+    goal = f"added p50 of {levels[0]} streaming callers, ms: no 40 ms stall"
+    result.goals.append(Goal.at_most(goal, STALL_MS, added))
 
 
 async def _idle_streams(result: Figures, mesh: GatewayMesh) -> None:
@@ -185,7 +186,3 @@ async def _idle_streams(result: Figures, mesh: GatewayMesh) -> None:
     result.goals.append(Goal.at_least("idle streams held", IDLE_STREAMS[-1], held))
     for caller in callers:
         caller.close()
-
-
-if __name__ == "__main__":
-    sys.exit("python -m benchmarks gateway")

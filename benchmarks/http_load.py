@@ -40,6 +40,7 @@ class Target:
         return (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:%d\r\nauthorization: Bearer %b\r\n"
             b"content-type: application/json\r\naccept: */*\r\nuser-agent: roundhouse-benchmarks\r\n"
+            b"x-request-deadline-ms: 3600000\r\n"  # idle streams are to be held as long as it takes
             b"content-length: %d\r\n\r\n%b" % (self.port, self.key.encode(), len(body), body)
         )
 

@@ -8,13 +8,12 @@ from google.protobuf.message import DecodeError
 from roundhouse import subjects
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
-from roundhouse.event_bus import EventBus, Message, Subscription
+from roundhouse.event_bus import AT_ONCE, EventBus, Message, Subscription
 from roundhouse.wire.v1 import loading_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.attempts import Attempts
 
 SUBMIT_TIMEOUT_MS = 2_000  # a guess: far above the 0.4 ms of an idle scheduler, far below any deadline
-GRANT_HANDLERS = 64  # delivering is a dictionary look-up; this only bounds a flood
 
 
 class BusScheduler:
@@ -62,7 +61,7 @@ async def receive_grants(bus: EventBus, gateway_id: str, attempts: Attempts) -> 
         wanted = attempts.deliver(wire.GrantDelivery.FromString(message.data))
         return wire.GrantAck(wanted=wanted).SerializeToString()
 
-    return await bus.subscribe(subjects.gateway_grant(gateway_id), on_delivery, concurrency=GRANT_HANDLERS)
+    return await bus.subscribe(subjects.gateway_grant(gateway_id), on_delivery, concurrency=AT_ONCE)
 
 
 async def leave_emptied_nodes(bus: EventBus, attempts: Attempts) -> Subscription:

@@ -16,6 +16,7 @@ from roundhouse.errors import (
 )
 from roundhouse.vocabulary import Outcome
 from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.gateway.operations.heartbeat import beat
 from services.gateway.operations.run import Waiting
 from services.gateway.operations.run_request import run_request
 from tests.fakes.clock import EPOCH_MS
@@ -342,3 +343,18 @@ def test_heartbeats_carry_the_progress_of_granted_attempts() -> None:
                     assert (lease.input_tokens, lease.output_tokens) == (10, 5)
 
     in_world(scenario)
+
+
+def test_heartbeats_of_many_requests_come_in_pieces() -> None:
+    """4,500 finishes that are repeated: three messages, each below what the bus takes (1 MB), and none is missing."""
+
+    async def scenario(world: GatewayWorld) -> None:
+        for number in range(4_500):
+            finished = wire.Finished(request_id=f"{number:032}", attempt=1, lease_id=f"{number:034}", pool="shared")
+            world.attempts.remember(finished, world.clock.now_ms())
+        await beat(world.attempts, world.scheduler, world.clock)
+
+    sent = in_world(scenario).scheduler.heartbeats
+    assert [len(message.finished) for message in sent] == [2_000, 2_000, 500]
+    assert all(message.ByteSize() < 1_000_000 for message in sent)
+    assert len({finished.request_id for message in sent for finished in message.finished}) == 4_500
