@@ -21,9 +21,7 @@ from services.gateway.domain.sampling import (
     stop_strings,
 )
 
-ACCEPTED_WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
-)
+ACCEPTED_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "prompt_cache_key", "safety_identifier"})
 MESSAGES_MAX = 4096  # a guess: far above any conversation, below what makes templates slow
 PROMPTS_MAX = 128  # a guess: prompts of one completion request
 EMBEDDING_INPUTS_MAX = 2048  # OpenAI
@@ -73,6 +71,7 @@ class _SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    service_tier: str | None = None  # `flex`: the batch class; every other one: the tenant's own
 
     @property
     def include_usage(self) -> bool:

@@ -3,18 +3,23 @@
 What the answer costs and when it ends is not decided here.
 """
 
+from dataclasses import replace
+
+import msgspec
 from starlette.types import ASGIApp
 
 from roundhouse.errors import InvalidInput
+from roundhouse.vocabulary import PriorityClass
 from services.gateway.adapters.offload import sized
 from services.gateway.adapters.openai_answers import AnswerStyle, EmbeddingAnswer, GenerationAnswer
 from services.gateway.adapters.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, parse_body
-from services.gateway.adapters.openai_work import OpenAIWork
+from services.gateway.adapters.openai_work import OpenAIWork, Prepared
 from services.gateway.operations.resolve_model import RequestContext
 from services.gateway.operations.run_request import RequestParts
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+FLEX = "flex"  # OpenAI's word for work that may wait
 
 
 class OpenAICalls:
@@ -31,17 +36,27 @@ class OpenAICalls:
                 chat = await sized(len(data), parse_body, data, ChatBody)
                 _check_stream(chat.stream, may_stream)
                 style = AnswerStyle(chat=True, stream=chat.stream, include_usage=chat.include_usage)
-                return GenerationAnswer(self._parts, await self._work.chat(chat, context), style)
+                prepared = await self._work.chat(chat, context)
+                return GenerationAnswer(self._parts, _in_tier(prepared, chat.service_tier), style)
             case "/v1/completions":
                 bare = await sized(len(data), parse_body, data, CompletionBody)
                 _check_stream(bare.stream, may_stream)
                 style = AnswerStyle(chat=False, stream=bare.stream, include_usage=bare.include_usage, echo=bare.echo)
-                return GenerationAnswer(self._parts, await self._work.completion(bare, context), style)
+                prepared = await self._work.completion(bare, context)
+                return GenerationAnswer(self._parts, _in_tier(prepared, bare.service_tier), style)
             case "/v1/embeddings":
                 body = await sized(len(data), parse_body, data, EmbeddingBody)
                 prepared = await self._work.embedding(body, context)
                 return EmbeddingAnswer(self._parts, prepared, as_base64=body.encoding_format == "base64")
         raise InvalidInput("There is no such endpoint.", param="endpoint")
+
+
+def _in_tier(prepared: Prepared, tier: str | None) -> Prepared:
+    """The work in the class that the caller chose: `flex` gives way to everybody else; nobody gets ahead by asking."""
+    if tier != FLEX:
+        return prepared
+    tenant = msgspec.structs.replace(prepared.work.tenant, priority_class=PriorityClass.BATCH)
+    return replace(prepared, work=replace(prepared.work, tenant=tenant))
 
 
 def _check_stream(stream: bool, may_stream: bool) -> None:

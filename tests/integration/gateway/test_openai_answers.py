@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from roundhouse.block_keys import tenant_salt
-from roundhouse.vocabulary import ModelName
+from roundhouse.vocabulary import ModelName, PriorityClass
 from services.gateway.ports import EngineRequest
 from tests.fakes.inference_node import FakeNode
 from tests.integration.gateway.openai_calls import CHAT, MESSAGES, chunks_of, post
@@ -282,3 +282,16 @@ async def test_what_is_no_request_has_the_error_shape_too(
     assert answer.status_code == status
     assert answer.json()["error"]["code"] == code
     assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(("tier", "expected"), [("flex", "batch"), ("auto", "standard"), ("priority", "standard")])
+async def test_a_caller_may_choose_to_wait_but_not_to_get_ahead(
+    gateway: RunningGateway, tier: str, expected: str
+) -> None:
+    """`flex` runs and is billed in the batch class; no tier makes a request more urgent than its tenant."""
+    answer = await post(gateway, "/v1/chat/completions", {**CHAT, "max_tokens": 1, "service_tier": tier})
+    assert answer.status_code == 200
+    [request] = gateway.scheduler.submitted
+    [event] = await gateway.usage(1)
+    assert PriorityClass.from_wire(request.priority_class) == PriorityClass.from_wire(event.data.priority_class)
+    assert PriorityClass.from_wire(request.priority_class) == expected

@@ -1,0 +1,140 @@
+"""`roundhouse keys`, `apply`, `get` and `models` as programs, against the admin port of a running gateway."""
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.gateway.domain.keys import key_hash
+from tests.integration.gateway.running_gateway import RunningGateway, running_gateway
+from tests.unit.catalogue.files import GOOD, write_models
+from tests.unit.gateway.gateway_world import catalogue
+
+ROOT = "rh-admin-" + "b" * 43
+
+
+@dataclass
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Desk:
+    """A gateway, and an operator in front of it."""
+
+    gateway: RunningGateway
+
+    async def run(self, *words: str, key: str = ROOT, stdin: str = "") -> Ran:
+        """One command, in a process of its own, with its address and key in the environment."""
+        environment = {
+            **os.environ,
+            "ROUNDHOUSE_ADMIN_URL": f"http://127.0.0.1:{self.gateway.addresses.admin}",
+            "ROUNDHOUSE_ADMIN_KEY": key,
+        }
+        pipe = asyncio.subprocess.PIPE
+        program = [sys.executable, "-m", "roundhouse.cli.app", *words]
+        process = await asyncio.create_subprocess_exec(*program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+        out, err = await process.communicate(stdin.encode())
+        return Ran(process.returncode or 0, out.decode(), err.decode())
+
+
+@pytest.fixture
+async def desk(nats_url: str, redis_url: str) -> AsyncIterator[Desk]:
+    """Tenants t1 and t2, and the models of the world."""
+    async with running_gateway(nats_url, redis_url, catalogue(), admin_key_hash=key_hash(ROOT)) as gateway:
+        yield Desk(gateway)
+
+
+async def models_status(desk: Desk, key: str) -> int:
+    """What a tenant's key opens."""
+    async with desk.gateway.client(authorization=f"Bearer {key}") as client:
+        return (await client.get("/v1/models")).status_code
+
+
+async def test_a_key_is_made_rotated_and_revoked(desk: Desk) -> None:
+    """The key alone on stdout; its successor works beside it; a revoked one ends; lists show no key."""
+    made = await desk.run("keys", "create", "t1", "--expires", "90d", "--label", "shop", "--requests-per-minute", "60")
+    assert (made.code, re.fullmatch(r"rh-[\w-]{43}\n", made.out) is not None) == (0, True)
+    key_id = re.search(r"key-[0-9a-f]+", made.err)
+    assert key_id is not None
+    assert await models_status(desk, made.out.strip()) == 200
+    rotated = await desk.run("keys", "rotate", key_id[0], "--overlap", "1h", "-o", "json")
+    successor = json.loads(rotated.out)
+    assert (successor["replaces"], successor["limits"]["requests_per_minute"]) == (key_id[0], 60)
+    assert [await models_status(desk, key) for key in (made.out.strip(), successor["key"])] == [200, 200]
+    listed = await desk.run("keys", "list", "t1", "-o", "json")
+    assert {one["key_id"] for one in json.loads(listed.out)} >= {key_id[0], successor["key_id"]}
+    assert made.out.strip() not in listed.out
+    assert (await desk.run("keys", "revoke", successor["key_id"])).code == 0
+    await asyncio.sleep(1.1)  # the bound of case B06 for what is not admitted
+    assert await models_status(desk, successor["key"]) == 401
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("keys", "create", "nobody"), 1, "no such tenant"),
+        (("keys", "create", "t1", "--expires", "soon"), 2, "--expires"),
+        (("keys", "rotate", "key-none"), 1, "no such key"),
+        (("keys", "rotate", "rh-secret"), 1, "not the key itself"),
+        (("keys", "revoke", "rh-secret"), 1, "not the key itself"),
+        (("models", "load", "absent"), 1, "no such model"),
+        (("get", "tenants", "absent"), 1, "no such tenant"),
+        (("apply", "-f", "/nowhere.yaml"), 1, "cannot be read"),
+    ],
+)
+async def test_refusals_are_told_on_stderr_with_their_code(
+    desk: Desk, words: tuple[str, ...], code: int, says: str
+) -> None:
+    """0 done, 1 refused, 2 wrong usage; nothing on stdout, no trace of Python."""
+    ran = await desk.run(*words)
+    assert (ran.code, ran.out) == (code, "")
+    assert says in ran.err
+    assert "Traceback" not in ran.err
+
+
+async def test_a_wrong_key_is_refused_and_not_repeated(desk: Desk) -> None:
+    """Invariant 16: what was tried is not echoed."""
+    wrong = "rh-" + "w" * 43
+    ran = await desk.run("keys", "list", key=wrong)
+    assert ran.code == 1
+    assert wrong not in ran.out + ran.err
+
+
+async def test_a_declaration_is_checked_applied_and_shown(desk: Desk, tmp_path: Path) -> None:
+    """A dry run changes nothing; problems have their places; the same again is unchanged."""
+    file = write_models(tmp_path) / "catalogue.yaml"
+    file.write_text(GOOD)
+    dry = await desk.run("apply", "-f", str(file), "--dry-run")
+    assert (dry.code, "would become generation 1" in dry.out) == (0, True)
+    wrong = await desk.run("apply", "-f", "-", "--base-dir", str(tmp_path), stdin=GOOD.replace("weight", "wieght"))
+    assert wrong.code == 1
+    assert re.search(r"-:4:5: unknown key `wieght`", wrong.err)
+    done = await desk.run("apply", "-f", str(file))
+    assert (done.code, "generation 1" in done.out) == (0, True)
+    again = await desk.run("apply", "-f", str(file))
+    assert "unchanged" in again.out
+
+
+async def test_what_there_is_is_shown(desk: Desk) -> None:
+    """Tables for people, JSON and YAML for programs."""
+    tenants = await desk.run("get", "tenants")
+    assert {"t1", "t2"} <= set(tenants.out.split())
+    shown = json.loads((await desk.run("get", "models", "m", "-o", "json")).out)
+    assert [model["name"] for model in shown] == ["m"]
+    assert "name: scorer" in (await desk.run("get", "models", "-o", "yaml")).out
+    assert (await desk.run("get", "nodes")).code == 0
+    listed = await desk.run("models", "list")
+    assert "registered" in listed.out
+    refused = await desk.run("models", "load", "m")
+    assert (refused.code, "no node" in refused.err) == (1, True)
