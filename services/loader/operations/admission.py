@@ -32,7 +32,9 @@ def choose_victims(node: Node, home: Residence) -> tuple[ModelVersion, ...]:
     offered = [
         Offered(version, node.device.held_by(version).resident)
         for version in dict.fromkeys(home.unload_first)
-        if _may_leave(node, version) and version != home.instance.version
+        if _may_leave(node, version)
+        and not _made_room_in_vain(node, version, home)
+        and version != home.instance.version
     ]
     held = node.device.held_by(home.instance.version).total  # of a load that has begun
     return _keys(choose_leaving(home.device_bytes - held - node.device.free, offered), "device")
@@ -59,6 +61,11 @@ def check_disk(node: Node, digest: Digest, pieces: Sequence[Piece], staging: Col
 def _may_leave(node: Node, version: ModelVersion) -> bool:
     home = node.residences.get(version)
     return home is not None and home.instance.state is State.READY and home.promised_to is None
+
+
+def _made_room_in_vain(node: Node, version: ModelVersion, home: Residence) -> bool:
+    """Whether it is the old version of what could not be loaded in its place: it goes on serving."""
+    return node.residences[version].succeeded_by == home.instance.version and home.instance.failures > 0
 
 
 def _refuse_what_never_fits(tier: str, size: int, capacity: int) -> None:

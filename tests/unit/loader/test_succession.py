@@ -3,10 +3,11 @@
 import asyncio
 
 from roundhouse.catalogue.records import Model
+from roundhouse.errors import CapacityExhausted
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.succession import KEEP_MS, RESTORED, SUPERSEDED
-from tests.builders.small_node import SmallNode, on_a_small_node, small_model, source_of, version_of
+from tests.builders.small_node import SmallNode, on_a_small_node, outcome, small_model, source_of, version_of
 
 OLD = small_model("m", 150)
 NEW = small_model("m", 150, version=2)
@@ -83,7 +84,7 @@ async def test_a_version_that_cannot_load_leaves_the_old_one_or_gives_its_place_
     assert node.control.unloads == []
     publish(node, WIDE)
     while node.state(WIDE) is not State.FAILED:
-        await asyncio.sleep(0.01)
+        await node.node.changes.next().wait()
     node.library.knobs[OLD.name] = {}
     await asyncio.sleep(3)
     assert (node.state(OLD), node.state(WIDE)) == (State.READY, State.FAILED)
@@ -93,7 +94,8 @@ async def test_a_version_that_cannot_load_leaves_the_old_one_or_gives_its_place_
     unloads = list(node.control.unloads)
     await asyncio.sleep(120)
     assert node.state(OLD) is State.READY
-    assert node.control.unloads == unloads, "it does not make room for it again"
+    assert isinstance(await outcome(node.load(WIDE, reason="operator", first=(OLD,))), CapacityExhausted)
+    assert node.control.unloads == unloads, "it does not make room for it again, whoever asks"
 
 
 @on_a_small_node(OLD, watched=True)
