@@ -66,10 +66,10 @@ def verify(
         show_data({**found, "signature_checked_here": signed}, output)
     else:
         typer.echo(f"signature: {'good' if signed else 'BAD'} (key {found['public_key']})")
-        typer.echo(f"ledger: {'as signed' if found['ledger'] else 'DIFFERS'}")
+        typer.echo(f"ledger: {'as signed' if found['ledger_agrees'] else 'DIFFERS'}")
         for difference in found["differences"]:
             typer.echo(f"  {difference}")
-    if not signed or not found["ledger"]:
+    if not signed or not found["ledger_agrees"]:
         raise typer.Exit(EXIT_REFUSED)
 
 
@@ -94,7 +94,7 @@ def statement(
                 continue
             directory.mkdir(parents=True, exist_ok=True)
             (directory / f"{month}-{part(name)}.{'txt' if as_ == 'text' else as_}").write_text(text)
-        tell(f"{len(tenants)} statements of {month}")
+        tell(f"statements of {month}: {len(tenants)}")
 
 
 def export(

@@ -137,7 +137,7 @@ class _AccountsApi:
         closed = await self._closed(month_of(request))
         found = differences(closed, await self._services.accounts.sums(closed.period_ms))
         holds = signature_holds(closed.document, closed.signature, closed.public_key)
-        answer = {"signature": holds, "ledger": not found, "differences": found}
+        answer = {"signature_holds": holds, "ledger_agrees": not found, "differences": found}
         return JSONResponse(period_json(closed) | answer)
 
     async def list_tenants(self, request: Request) -> Response:

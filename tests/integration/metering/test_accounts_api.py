@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partialmethod
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pyarrow as pa
 import pytest
+from fastapi import APIRouter
 from pyarrow import parquet
 
 from services.metering.adapters.accounts_api import MoneyServices, accounts_router
@@ -72,13 +74,13 @@ class NoStreams:
         """See `StreamErasure.erase`."""
 
 
-@pytest.fixture
-async def office(tmp_path: Path) -> AsyncIterator[Office]:
-    """An empty ledger in the first days of February 2026, with `priced_catalogue`."""
-    ledger = await SqlLedger.open(f"sqlite:///{tmp_path}/ledger.sqlite3")
+@asynccontextmanager
+async def office_on(folder: Path) -> AsyncIterator[tuple[Office, APIRouter]]:
+    """An empty ledger in the first days of February 2026, with `priced_catalogue`; and its routes."""
+    ledger = await SqlLedger.open(f"sqlite:///{folder}/ledger.sqlite3")
     clock = ManualClock(FEBRUARY_MS + 2 * DAY_MS)
     pricing = PriceKeeper(SetCatalogue(priced_catalogue()), SqlPrices(ledger.database), clock)
-    signer = PeriodSigner(tmp_path / "keys" / "signing.pem")
+    signer = PeriodSigner(folder / "keys" / "signing.pem")
     accounts = SqlAccounts(ledger.database, cluster="test", sign=signer.sign)
     money = MoneyServices(
         accounts,
@@ -91,10 +93,18 @@ async def office(tmp_path: Path) -> AsyncIterator[Office]:
         ledger,
         clock,
     )
-    transport = httpx.ASGITransport(app=usage_api(ledger, accounts_router(money)))
+    routes = accounts_router(money)
+    transport = httpx.ASGITransport(app=usage_api(ledger, routes))
     async with httpx.AsyncClient(transport=transport, base_url="http://metering") as client:
-        yield Office(ledger, pricing, clock, client)
+        yield Office(ledger, pricing, clock, client), routes
     await ledger.close()
+
+
+@pytest.fixture
+async def office(tmp_path: Path) -> AsyncIterator[Office]:
+    """See `office_on`."""
+    async with office_on(tmp_path) as (made, _):
+        yield made
 
 
 async def test_a_closed_month_is_signed_and_stays_as_it_was(office: Office, tmp_path: Path) -> None:
@@ -122,7 +132,7 @@ async def test_a_closed_month_is_signed_and_stays_as_it_was(office: Office, tmp_
     signed = {item["tenant"]: item["amount"] for item in json.loads(closed["document"])["tenants"]}
     assert signed[january["signed_as"]] == january["totals"][0]["amount"]
     verified = await office.get("/v1/periods/2026-01/verify")
-    assert (verified["signature"], verified["ledger"], verified["differences"]) == (True, True, [])
+    assert (verified["signature_holds"], verified["ledger_agrees"], verified["differences"]) == (True, True, [])
 
 
 async def test_months_close_in_order_and_only_when_they_are_over(office: Office) -> None:
@@ -181,7 +191,7 @@ async def test_rating_again_after_the_close_books_the_difference_in_the_next_mon
         ("m1-later", 1, "0.0008"),
         ("p1", -1, "-0.00492"),
     ]
-    assert (await office.get("/v1/periods/2026-01/verify"))["ledger"]
+    assert (await office.get("/v1/periods/2026-01/verify"))["ledger_agrees"]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +272,7 @@ async def test_an_erasure_is_one_call(office: Office) -> None:
     rows = (await office.get("/v1/usage?group_by=tenant"))["rows"]
     assert [(row["tenant"], row["amount"]) for row in rows] == [("t2", "0.00492"), (erased["pseudonym"], "0.00492")]
     verified = await office.get("/v1/periods/2026-01/verify")
-    assert (verified["signature"], verified["ledger"]) == (True, True)
+    assert (verified["signature_holds"], verified["ledger_agrees"]) == (True, True)
 
 
 async def test_the_stream_is_published_again_from_a_sequence(office: Office) -> None:

@@ -58,8 +58,12 @@ async def test_two_processes_see_a_node_and_it_costs_once(
     assert body["kind"] == "allocation"
     assert body["pools"] == [
         {
-            "pool": "gold", "node_seconds": 3600, "device_seconds": 7200,
-            "per_node_hour": "3.6", "cost": "3.6", "currency": "USD",
+            "pool": "gold",
+            "node_seconds": 3600,
+            "device_seconds": 7200,
+            "per_node_hour": "3.6",
+            "cost": "3.6",
+            "currency": "USD",
         }
     ]
     shares = [(share["share_of"], share["model"], share["tokens"], share["allocated"]) for share in body["shares"]]
