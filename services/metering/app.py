@@ -31,8 +31,8 @@ from services.metering.adapters.budget_alerts import StreamAlerts
 from services.metering.adapters.budget_store import RedisBudgets
 from services.metering.adapters.cloud_events import rated_record_json
 from services.metering.adapters.costs_api import CostServices, costs_router
-from services.metering.adapters.metering_grpc import MeteringService
 from services.metering.adapters.engine_metrics import TritonCounters
+from services.metering.adapters.metering_grpc import MeteringService
 from services.metering.adapters.observation import ProcessObserver
 from services.metering.adapters.reconciling_api import reconciling_router
 from services.metering.adapters.reconciling_sources import StreamSources
