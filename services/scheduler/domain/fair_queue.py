@@ -51,6 +51,7 @@ from services.scheduler.domain.seats import choose_seats
 from services.scheduler.domain.service import Policy
 from services.scheduler.domain.time_index import TimeIndex
 
+FENCE_STEP_MS = 100  # the latest time is noted this coarsely, which saves the store a write
 BATCH_MAX = 200  # tickets one expiry or claim hands out, so that no script runs long
 
 
@@ -71,8 +72,6 @@ class FairQueue:
         self._latest_ms = 0  # the latest time at which anybody handed something out
         self.in_use: dict[InstanceKey, int] = {}
         self.used_ms: dict[InstanceKey, int] = {}
-
-    # -- verbs ------------------------------------------------------------------------------------------------------
 
     def turn(self, turn: Turn, now_ms: int) -> TurnDone:
         """Endings, then entries, then grants. Raises Unavailable as `take` does, and then does nothing."""
@@ -246,7 +245,7 @@ class FairQueue:
     def _fence(self, now_ms: int) -> None:
         if now_ms < self._latest_ms - self.policy.stale_ms:
             raise Unavailable("this process's time is behind that of others")
-        self._latest_ms = max(self._latest_ms, now_ms)
+        self._latest_ms = now_ms if now_ms > self._latest_ms + FENCE_STEP_MS else self._latest_ms
 
     def _units(self, used: Tokens, run_ms: int) -> int:
         """What was used, in the unit that the pool charges by."""

@@ -2,8 +2,7 @@
 local id = ARGV[3]
 local r = read(id)
 if not r then
-  call('HSET', request_key(id), 'st', 'ended', 'ed', int(now))
-  call('PEXPIRE', request_key(id), TOMBSTONE)
+  write_end(id)
   return 'unknown'
 end
 if r.st == 'queued' then

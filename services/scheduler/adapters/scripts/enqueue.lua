@@ -6,8 +6,8 @@ local function enqueue_one(at)
   local id, tenant, version, class = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local input, most, deadline = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6])
   local weight = tonumber(ARGV[at + 7])
-  local known = call('HGET', request_key(id), 'st')
-  if known then return {'known', known} end
+  local known = read(id)
+  if known then return {'known', known.st} end
   local queued = call('HMGET', key('queued'), 'n:' .. tenant, 't:' .. tenant)
   local count, tokens, token_limit = num(queued[1]), num(queued[2]), tonumber(ARGV[at + 13])
   local places, excess = math.max(0, count + 1 - tonumber(ARGV[at + 9])), tokens + input + most - token_limit
@@ -51,7 +51,7 @@ local function enqueue_one(at)
   local acc = account(class, version, tenant)
   if own == 0 then -- the tenant comes back: up to the least service less its credit (invariant 5)
     local first = call('ZRANGE', lane, 0, 0, 'WITHSCORES')[2]
-    local base = first and tonumber(first) or num(call('HGET', accounts_key(class, version), 'floor'))
+    local base = first and tonumber(first) or acc.floor
     local average = acc.cost
     if average == 0 then average = predicted(acc, num(state[7]), num(state[2]), input, most) * 1000 end
     local least = base - floor(CREDIT * average * 1000 / weight)
@@ -68,9 +68,9 @@ local function enqueue_one(at)
   call('ZADD', key('deadlines'), int(deadline), id)
   call('HINCRBY', key('queued'), 'n:' .. tenant, 1)
   call('HINCRBY', key('queued'), 't:' .. tenant, int(input + most))
-  call('HSET', request_key(id), 'st', 'queued', 'tn', tenant, 've', version, 'cl', class, 'in', int(input),
-       'mo', int(most), 'dl', int(deadline), 'we', int(weight), 'pl', ARGV[at + 8], 'sq', int(seq), 'eq', int(now),
-       'wa', ARGV[at + 12])
+  write({id = id, st = 'queued', tn = tenant, ve = version, cl = class, ['in'] = input, mo = most, dl = deadline,
+         we = weight, pl = ARGV[at + 8], sq = seq, eq = now, wa = ARGV[at + 12], is = '', pc = '', i2 = '', p2 = '',
+         rs = '', ms = '', gr = 0, lx = 0, ed = 0, ui = 0, uc = 0, uo = 0, un = 0, ep = 0})
   if here == 0 or seq % 64 == 0 then
     call('EXPIRE', accounts_key(class, version), IDLE_SECONDS)
     call('EXPIRE', version_key(version), IDLE_SECONDS)

@@ -6,7 +6,7 @@ for _, id in ipairs(ripe('leases')) do
     release(r, r.lx - LEASE - r.gr, false)
     r.st, r.ed = 'lapsed', now
     r.lx = r.lx - LEASE -- from now on: when it was last renewed, so that whoever settles it says the same
-    call('HSET', request_key(id), 'st', r.st, 'ed', int(now), 'lx', int(r.lx))
+    write(r)
     call('ZADD', key('due'), int(now + RETRY), id)
     lapsed[#lapsed + 1] = ticket(r)
   else

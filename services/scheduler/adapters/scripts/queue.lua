@@ -9,6 +9,7 @@ local SHARES = {P[1], P[2], P[3]}
 local AGEING, CREDIT, LEASE, RETRY, DELIVERY, TOMBSTONE = P[4], P[5], P[6], P[7], P[8], P[9]
 local DEVICE_TIME, OVERLOAD, PAUSE = P[10] == 1, P[11], P[12]
 local OUTPUT_UNITS, FIRST_OUTPUT, FIRST_RUN, SHIFT, BATCH = 2, 256, 1000, 8, 200
+local FENCE_STEP = 100 -- the latest time is noted this coarsely
 local IDLE_SECONDS = 86400 -- accounts and averages of a lane nobody used for a day are forgotten
 
 local function key(name) return KEYS[1] .. name end
@@ -54,16 +55,22 @@ local function overload(urgent, run_average, slots)
   return math.max(0, floor(urgent * run_average / (1000 * math.max(1, slots))) - OVERLOAD)
 end
 
-local FIELDS = {'st', 'tn', 've', 'cl', 'in', 'mo', 'dl', 'we', 'pl', 'sq', 'eq', 'is', 'pc', 'gr', 'lx', 'ed', 'rs',
-                'ms', 'ui', 'uc', 'uo', 'un', 'ep', 'wa', 'i2', 'p2'}
-local NUMBERS = {'cl', 'in', 'mo', 'dl', 'we', 'sq', 'eq', 'gr', 'lx', 'ed', 'ui', 'uc', 'uo', 'un', 'ep'}
+-- An attempt is one packed value; what is set when follows the life of an attempt in `domain/attempts.py`.
 local function read(id)
-  local values = call('HMGET', request_key(id), unpack(FIELDS))
-  if not values[1] then return nil end
-  local request = {id = id}
-  for i, name in ipairs(FIELDS) do request[name] = values[i] or '' end
-  for _, name in ipairs(NUMBERS) do request[name] = num(request[name]) end
-  return request
+  local packed = call('GET', request_key(id))
+  if not packed then return nil end
+  local r = cmsgpack.unpack(packed)
+  r.id = id
+  return r
+end
+local function write(r)
+  local id = r.id
+  r.id = nil
+  call('SET', request_key(id), cmsgpack.pack(r))
+  r.id = id
+end
+local function write_end(id)
+  call('SET', request_key(id), cmsgpack.pack({st = 'ended', ed = now}), 'PX', TOMBSTONE)
 end
 
 local function ticket(r)
@@ -94,15 +101,17 @@ end
 
 local function account(r_class, version, tenant)
   local v = call('HMGET', accounts_key(r_class, version),
-                 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant, 'g:' .. tenant)
-  return {service = num(v[1]), epoch = num(v[2]), output = num(v[3]), cost = num(v[4]), turn = num(v[5])}
+                 's:' .. tenant, 'e:' .. tenant, 'o:' .. tenant, 'c:' .. tenant, 'g:' .. tenant, 'floor', 'turns')
+  return {service = num(v[1]), epoch = num(v[2]), output = num(v[3]), cost = num(v[4]), turn = num(v[5]),
+          floor = num(v[6]), turns = num(v[7])}
 end
 
--- Answers how many requests of the tenant wait after it.
-local function unqueue(r)
+-- Answers how many requests of the tenant wait after it. `more`: whether some of them wait in the same queue, if known.
+local function unqueue(r, more)
   local queue = queue_key(r.cl, r.ve, r.tn)
   call('ZREM', queue, member(r.sq, r.id))
-  if call('ZCARD', queue) == 0 then
+  if more == nil then more = call('ZCARD', queue) > 0 end
+  if not more then
     local turn = num(call('HGET', accounts_key(r.cl, r.ve), 'g:' .. r.tn))
     call('ZREM', tenants_key(r.cl, r.ve), member(turn, r.tn))
   end
@@ -140,7 +149,6 @@ local function leave_prefill(r)
   if r.i2 == '' then return end
   vacate(r.i2)
   r.i2 = ''
-  call('HDEL', request_key(r.id), 'i2')
 end
 
 -- The slot is free; what was charged is corrected to what was used. `learn`: it is one to predict others from.
@@ -172,15 +180,13 @@ end
 -- What is left of an attempt: that it ended.
 local function bury(r)
   call('ZREM', key('due'), r.id)
-  call('HSET', request_key(r.id), 'st', 'ended', 'ed', int(now))
-  call('HDEL', request_key(r.id), 'pl', 'pc', 'p2', 'wa')
-  call('PEXPIRE', request_key(r.id), TOMBSTONE)
+  write_end(r.id)
 end
 
 local function refuse(r, reason, message)
   unqueue(r)
   r.st, r.rs, r.ms, r.ed = 'refused', reason, message, now
-  call('HSET', request_key(r.id), 'st', r.st, 'rs', reason, 'ms', message, 'ed', int(now))
+  write(r)
   call('ZADD', key('due'), int(now + RETRY), r.id)
   return ticket(r)
 end
@@ -189,7 +195,7 @@ end
 local function is_stale()
   local latest = num(call('GET', key('latest')))
   if now < latest - floor(LEASE / 4) then return true end
-  if now > latest then call('SET', key('latest'), int(now)) end
+  if now > latest + FENCE_STEP then call('SET', key('latest'), int(now)) end
   return false
 end
 local STALE = {err = 'STALE the caller is behind the others'}
@@ -223,9 +229,15 @@ local function drain_mark(instance)
   return mark
 end
 
+local drains_exist -- as far as this run has looked; a run that makes marks does not ask
+local function any_drains()
+  if drains_exist == nil then drains_exist = call('EXISTS', key('drains')) == 1 end
+  return drains_exist
+end
+
 -- A request for a version came: its instances that were closed as unwanted, and not sent away yet, stay.
 local function reclaim(version)
-  if call('EXISTS', key('drains')) == 0 then return end
+  if not any_drains() then return end
   local marks, base = call('HGETALL', key('drains')), base_of(version)
   for i = 1, #marks, 2 do
     local mark = read_mark(marks[i + 1])

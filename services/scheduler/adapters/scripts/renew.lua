@@ -10,8 +10,7 @@ for i = 3, #ARGV, 4 do
     call('ZREM', key('due'), r.id) -- who renews a lease has its grant
     local units = units_of(r, now - r.gr)
     if units > r.un then correct(r, units) end
-    call('HSET', request_key(r.id), 'ui', ARGV[i + 1], 'uc', ARGV[i + 2], 'uo', ARGV[i + 3], 'lx', int(r.lx),
-         'un', int(r.un))
+    write(r)
   else
     missing[#missing + 1] = ARGV[i]
   end

@@ -10,7 +10,7 @@ local function read_offers(at)
   end
   local offers, waits, slots_of = {}, {}, {}
   if #all == 0 then return offers, waits, slots_of end
-  local used, drains = call('HMGET', key('in_use'), unpack(names)), call('EXISTS', key('drains')) == 1
+  local used, drains = call('HMGET', key('in_use'), unpack(names)), any_drains()
   local owners = call('EXISTS', key('owners')) == 1 and call('HMGET', key('owners'), unpack(names)) or {}
   for i, offer in ipairs(all) do
     if offer.part ~= 'p' then slots_of[offer.version] = (slots_of[offer.version] or 0) + offer.slots end
@@ -76,14 +76,16 @@ local function draw(version, slots)
   local lane, accounts = tenants_key(class, version), accounts_key(class, version)
   local seat = call('ZRANGE', lane, 0, 0)[1]
   local tenant = string.sub(seat, 17)
-  local r = read(string.sub(call('ZRANGE', queue_key(class, version, tenant), 0, 0)[1], 17))
-  note_pace(tenant, unqueue(r))
-  local acc, head = account(class, version, tenant), call('HMGET', accounts, 'floor', 'turns')
+  local first = call('ZRANGE', queue_key(class, version, tenant), 0, 1)
+  local r = read(string.sub(first[1], 17))
+  note_pace(tenant, unqueue(r, true)) -- its place in the lane is seen to below
+  local acc = account(class, version, tenant)
   r.un, r.ep = math.max(1, predicted(acc, num(state[6]), num(state[5]), r['in'], r.mo)), acc.epoch
-  local turn, served = num(head[2]) + 1, acc.service + charge(r.un, r.we)
-  call('HSET', accounts, 'floor', int(math.max(num(head[1]), acc.service)), 'turns', int(turn),
+  local turn, served = acc.turns + 1, acc.service + charge(r.un, r.we)
+  call('HSET', accounts, 'floor', int(math.max(acc.floor, acc.service)), 'turns', int(turn),
        's:' .. tenant, int(served), 'g:' .. tenant, int(turn))
-  if call('ZREM', lane, seat) == 1 then call('ZADD', lane, int(served), member(turn, tenant)) end
+  call('ZREM', lane, seat)
+  if first[2] then call('ZADD', lane, int(served), member(turn, tenant)) end
   local pass = num(state[1 + class])
   call('HSET', version_key(version), 'pf', int(math.max(num(state[1]), pass)),
        'p' .. class, int(pass + charge(r.un, SHARES[class])), 'rn', int(num(state[7]) + 1))
@@ -104,11 +106,9 @@ local function take(at, limit)
     if prefill then
       occupy(prefill)
       r.i2, r.p2 = prefill.instance, prefill.place
-      call('HSET', request_key(r.id), 'i2', r.i2, 'p2', r.p2)
     end
     r.st, r.is, r.pc, r.gr, r.lx = 'granted', main.instance, main.place, now, now + LEASE
-    call('HSET', request_key(r.id), 'st', r.st, 'is', r.is, 'pc', r.pc, 'gr', int(r.gr), 'lx', int(r.lx),
-         'un', int(r.un), 'ep', int(r.ep))
+    write(r)
     call('ZADD', key('leases'), int(r.lx), r.id)
     call('ZADD', key('due'), int(now + RETRY), r.id)
     granted[#granted + 1] = ticket(r)
