@@ -39,8 +39,8 @@ def test_no_slot_is_idle_while_a_request_could_use_it(
     exactly those of running requests, two for one whose prompt runs elsewhere and has not ended."""
     queue, running, asked = FairQueue(), dict[AttemptId, bool](), 0
     these = [
-        Offer(instance_key(node, M), M, slots, node.encode(), part, *terms)
-        for node, (part, slots, *terms) in zip(NODES, shapes, strict=False)
+        Offer(instance_key(node, M), M, slots, node.encode(), part, token_us, load_us, handoff_us)
+        for node, (part, slots, token_us, load_us, handoff_us) in zip(NODES, shapes, strict=False)
     ]
     room = sum(each.slots for each in these if each.part is not Part.PREFILL)
     for number, (what, size, node) in enumerate(story):

@@ -108,6 +108,15 @@ class _GrpcLoader(loading_pb2_grpc.LoaderServicer):
     ) -> loading_pb2.EnsureUnloadedReply:
         raise AssertionError("the scheduler never asks for this")
 
+    async def DrainNode(
+        self, request: loading_pb2.DrainNodeRequest, context: Any
+    ) -> AsyncIterator[loading_pb2.NodeState]:
+        assert not request.ListFields(), "the scheduler never asks for this"
+        yield self._node.state()
+
+    async def ResumeNode(self, request: loading_pb2.ResumeNodeRequest, context: Any) -> loading_pb2.NodeState:
+        raise AssertionError("the scheduler never asks for this")
+
     async def GetNodeState(self, request: loading_pb2.GetNodeStateRequest, context: Any) -> loading_pb2.NodeState:
         return self._node.state()
 
