@@ -379,7 +379,7 @@ class Instance(_message.Message):
     """of the last load"""
     load_ms: _builtins.int
     reason: _builtins.str
-    """why FAILED"""
+    """why FAILED; beside READY: it is about to leave, send it nothing new"""
     retry_at_unix_ms: _builtins.int
     slots: _builtins.int
     tier: _vocabulary_pb2.Tier.ValueType

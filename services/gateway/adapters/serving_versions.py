@@ -26,6 +26,7 @@ HOLD_MS = 300_000  # a guess: longer than any load, short against the life of a 
 SILENT_MS = 10_000  # as long as a node may say nothing before it counts as gone (case B48)
 
 Listener = Callable[[Catalogue], None]
+_FAILED = vocabulary_pb2.INSTANCE_STATE_FAILED
 _Version = tuple[ModelName, Digest]
 
 
@@ -94,11 +95,10 @@ class ServingVersions:
     def observe(self, state: loading_pb2.NodeState) -> None:
         """Take in what one node says."""
         ready = vocabulary_pb2.INSTANCE_STATE_READY
-        failed = vocabulary_pb2.INSTANCE_STATE_FAILED
         self._nodes[state.node_id] = _Said(
             self._clock.monotonic_ms(),
             _versions(state, ready) if state.accepting else frozenset(),
-            _versions(state, failed),
+            _versions(state, _FAILED),
         )
         if self._held:
             self._settle()
@@ -137,8 +137,11 @@ class ServingVersions:
 
 
 def _versions(state: loading_pb2.NodeState, wanted: "vocabulary_pb2.InstanceState.ValueType") -> frozenset[_Version]:
+    """Versions in a state. One that is ready with a reason is about to leave: nothing new is sent there."""
     return frozenset(
-        (ModelName(each.version.model), Digest(each.version.digest)) for each in state.instances if each.state == wanted
+        (ModelName(each.version.model), Digest(each.version.digest))
+        for each in state.instances
+        if each.state == wanted and (wanted == _FAILED or not each.reason)
     )
 
 

@@ -88,7 +88,7 @@ def describe_instance(node: Node, home: Residence, gauge: ProgressGauge) -> load
         state_since_unix_ms=instance.since_ms,
         stage_ms=instance.stage_ms,
         load_ms=instance.load_ms,
-        reason=instance.reason,
+        reason="leaves for its new version" if home.leaving and instance.state is State.READY else instance.reason,
         retry_at_unix_ms=instance.retry_at_ms,
         slots=home.model.slots,
         tier=fastest_tier(node, home),

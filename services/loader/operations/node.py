@@ -79,6 +79,7 @@ class Residence:
     measured_bytes: int = 0  # what its processes took after the last load
     had_process: bool = False  # it is known to run as a process of its own, which can be seen from here
     lost_ms: tuple[int, ...] = ()  # when Triton lost it, lately
+    leaving: bool = False  # it is ready, and about to make room for its new version
     succeeded_by: ModelVersion | None = None  # the version that is to take over, while this one serves
 
 

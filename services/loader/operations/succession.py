@@ -3,7 +3,7 @@
     1. the catalogue names another version of a model that stands here
     2. its weights are staged beside the old one's service; bad weights end it here, and the old one goes on
     3. it is loaded: beside the old one if there is room, else in its place (the one gap there can be: a load from host
-       memory, told in the audit stream; requests wait at the scheduler meanwhile)
+       memory, announced `NOTICE_MS` before and told in the audit stream; requests wait at the scheduler meanwhile)
     4. gateways send to it once it is ready; the old one stays for `KEEP_MS`, for what was queued for it, and leaves;
        what runs on it ends on it
     5. if it cannot be loaded and the old one had to go, the old one comes back
@@ -30,6 +30,7 @@ from services.loader.ports import AuditNote, AuditTrail, ModelLibrary
 log = structlog.get_logger(__name__)
 
 KEEP_MS = 30_000  # requests queued for the old version find it; gateways switch within a second. A guess.
+NOTICE_MS = 1_500  # longer than a node's state takes to be heard, and what was sent before it to be granted
 RETRY_MS = 15_000  # after weights that could not be staged, or no room: somebody has to mend something first
 NEW_VERSION, RESTORED, SUPERSEDED = "new-version", "restored", "superseded"
 """Reasons of loads and unloads that nobody ordered."""
@@ -80,11 +81,14 @@ class Succession:
                 old.reason, old.succeeded_by = SUPERSEDED, None
                 self._steps.take(old.instance.version, words.UnloadCommanded(old.instance.generation + 1))
             return
-        if heir is not None and heir.instance.state is State.FAILED and heir.device_bytes > self._node.device.free:
-            return  # the old one made room for it once, in vain: not again
         moving = heir is not None and not heir.instance.state.is_at_rest
+        if old.leaving and not moving and new not in self._staging:
+            old.leaving = False  # it stays after all, or is back
+            self._node.tell()
         if moving or new in self._staging or now_ms < self._retry_ms.get(new, 0):
             return
+        if heir is not None and heir.instance.state is State.FAILED and heir.device_bytes > self._node.device.free:
+            return  # the old one made room for it once, in vain: not again
         try:
             model = self._library.find(new)
         except NotFound:
@@ -97,19 +101,28 @@ class Succession:
         """Stage first, so that a gap, if there has to be one, is only the load."""
         try:
             await self._caches.stage(weights_of(model, self._library), Priority.PREWARM)
+            size = await self._library.device_bytes(model)
         except RoundhouseError as error:
             self._give_up(new, error.message)
             return
+        await self._give_notice(old, size)
         if old.instance.state is not State.READY:
             return
         heir = self._node.settle_in(new, model)
         heir.unload_first, heir.reason = (old.instance.version,), NEW_VERSION
+        self._retry_ms[new] = self._clock.now_ms() + RETRY_MS  # if it is refused: for lack of room, or by an operator
         step = self._steps.take(new, words.LoadCommanded(heir.instance.generation))
-        if not isinstance(step, Moved):
-            self._retry_ms[new] = self._clock.now_ms() + RETRY_MS  # it failed lately, or an operator took it away
+        log.info("new_version_loads", model=new.model, digest=new.digest, taken=isinstance(step, Moved))
+
+    async def _give_notice(self, old: Residence, size: int) -> None:
+        """If the old one has to make room: say so before it takes no more, so that nobody is on his way to it then."""
+        if size <= self._node.device.free or size > self._node.device.capacity:
             return
-        log.info("new_version_loads", model=new.model, digest=new.digest)
-        self._retry_ms[new] = self._clock.now_ms() + RETRY_MS  # if it is refused for lack of room
+        old.leaving = True
+        self._node.tell()
+        details = {"made_room_for": "its new version"}
+        self._audit.record(AuditNote("version-gap", old.instance.version, NEW_VERSION, details))
+        await self._clock.sleep_ms(NOTICE_MS)
 
     def _give_up(self, new: ModelVersion, reason: str) -> None:
         self._retry_ms[new] = self._clock.now_ms() + RETRY_MS

@@ -91,6 +91,17 @@ def test_an_old_version_that_leaves_is_let_go() -> None:
     assert world.used == V1, "it came back, because the new one could not be loaded"
 
 
+def test_an_old_version_that_is_about_to_leave_is_let_go_before() -> None:
+    """It says so while it is ready: what was sent to it until then finds it."""
+    world = World()
+    world.say(v1=READY)
+    world.declared.replace(catalogue(V2, 2))
+    version = vocabulary_pb2.ModelVersion(model=NAME, digest=V1)
+    leaving = loading_pb2.Instance(version=version, state=READY, reason="leaves for its new version")
+    world.serving.observe(loading_pb2.NodeState(node_id="n1", accepting=True, instances=[leaving]))
+    assert world.used == V2
+
+
 def test_a_silent_node_has_nothing_ready() -> None:
     """Ten seconds without a word."""
     world = World()

@@ -56,6 +56,7 @@ async def test_without_room_for_both_the_gap_is_only_the_load(node: SmallNode) -
         gap_ms += 10 if node.state(OLD) is not State.READY else 0
     assert gap_ms <= 1_500
     assert node.device == (300, 0)
+    assert [note.what for note in node.audit.notes].count("version-gap") == 1
 
 
 @on_a_small_node(OLD, watched=True)
