@@ -26,7 +26,7 @@ NOTHING = TenantUse()
 def ask(request_id: str, tokens: int = 1, **limits: int) -> Ask:
     """A request under these limits; limits that are not named do not exist."""
     given = {"requests_per_minute": None, "tokens_per_minute": None, "concurrent_requests": None, **limits}
-    return Ask(request_id, tokens, **given)
+    return Ask(request_id, tokens, **given)  # type: ignore[arg-type]  # `also` is not among them
 
 
 def taken(use: TenantUse, wanted: Ask, now_ms: int = 0) -> TenantUse:
