@@ -66,7 +66,7 @@ async def test_replicas_share_the_work_and_one_may_die(nats_url: str, redis_url:
         await asyncio.sleep(0.25)
         await second.kill()
         await submitting
-        await settle(gateway, within_s=20)
+        await settle(gateway, within_s=30)
         assert gateway.outcomes() == {"done": REQUESTS}
         assert node.loads == ["m"]
         await asyncio.sleep(0.5)
@@ -89,7 +89,7 @@ async def test_the_queue_survives_the_restart_of_every_replica(nats_url: str, re
         assert all(each.accepted for each in requests)
         await first.kill()
         await world.scheduler("s2")
-        await settle(gateway, within_s=20)
+        await settle(gateway, within_s=30)
         assert gateway.outcomes() == {"done": 20}
 
 
@@ -142,10 +142,11 @@ async def test_the_composed_service_serves(nats_url: str, redis_url: str) -> Non
                 await gateway.start()
                 lifecycle.spawn(node.live(), "node")
                 lifecycle.spawn(gateway.live(), "gateway")
-                await asyncio.sleep(1.2)
-                assert (await ops.get("/health/ready")).json()["ready"], (await ops.get("/health/ready")).text
+                async with asyncio.timeout(30):
+                    while not (await ops.get("/health/ready")).json()["ready"]:  # noqa: ASYNC110 - it is polled
+                        await asyncio.sleep(0.05)
                 await gateway.submit(gateway.ask("r", m))
-                await settle(gateway, within_s=10)
+                await settle(gateway, within_s=30)
                 assert gateway.outcomes() == {"done": 1}
                 page = (await ops.get("/metrics")).text
                 assert 'roundhouse_scheduler_grants_total{model="m",pool="shared"} 1.0' in page
