@@ -17,7 +17,7 @@ from services.metering.adapters.schema import usage_rows
 from services.metering.domain.ledger import LedgerRow
 from services.metering.domain.rating import money_text
 
-ROWS_A_STATEMENT_MAX: Final = 128  # times 34 columns: far below SQLite's 32,766 parameters
+ROWS_A_STATEMENT_MAX: Final = 512  # times 37 columns: below SQLite's 32,766 parameters, and a batch is two statements
 _AMOUNT: Final = STORED.index("amount")
 _COLUMNS: Final = ", ".join(STORED)
 _COPY: Final = f"COPY {usage_rows.name} ({_COLUMNS}) FROM STDIN"

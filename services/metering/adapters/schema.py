@@ -132,7 +132,7 @@ usage_rows = Table(
     Column("kind", TEXT, nullable=False),
     Column("reversal_ms", BigInteger),
     UniqueConstraint("event_id", "tenant_id", "source", "revision", name="usage_rows_once"),
-    Index("usage_rows_period", "tenant_id", "time_ms"),
+    Index("usage_rows_tenant", "tenant_id", "sequence"),
     Index("usage_rows_time", "time_ms"),
 )
 Index(
