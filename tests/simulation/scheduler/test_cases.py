@@ -252,3 +252,40 @@ def test_a_silent_node_gets_no_new_work_within_two_seconds() -> None:
         assert reply.refused.reason == wire.Refused.REASON_UNAVAILABLE
 
     simulate(story)
+
+
+def test_fifty_callers_that_leave_lower_what_they_raised() -> None:
+    """B46: the slot is busy; fifty queue and leave, twice. The depth is fifty, then zero within 2 s, never anything that
+    lasts, and the gauge shows what the store has; afterwards a new request runs at once."""
+
+    async def story(world: World) -> None:
+        single = model("single", slots=1)
+        world.offer(single)
+        await world.node()
+        gateway = await world.gateway()
+        await world.scheduler("s1")
+        await world.scheduler("s2")
+        await asyncio.sleep(1.1)
+        await gateway.submit(gateway.ask("long", single, run_ms=20_000))
+        await asyncio.sleep(2)
+        for turn in range(2):
+            callers = [gateway.ask(f"{turn}c{n}", single, tenant_id=f"t{n % 4}") for n in range(50)]
+            await asyncio.gather(*(gateway.submit(each) for each in callers))
+            assert await depth(world) == 50
+            await asyncio.gather(*(gateway.cancel(each) for each in callers))
+            await asyncio.sleep(2)
+            assert await depth(world) == 0
+            assert sum(world.instruments.waits.get(POOL, {}).values()) == 0
+        await asyncio.sleep(18)
+        assert (await world.store.snapshot(POOL, world.clock.now_ms())).in_use == {}
+        asked = gateway.ask("next", single)
+        await gateway.submit(asked)
+        await asyncio.sleep(1)
+        assert asked.granted_ms - asked.submitted_ms < 100
+        assert gateway.outcomes() == {"done": 2, "cancelled": 100}
+
+    async def depth(world: World) -> int:
+        state = await world.store.snapshot(POOL, world.clock.now_ms())
+        return sum(each.waiting for each in state.depths)
+
+    simulate(story)
