@@ -22,7 +22,7 @@ def simulate(story: Callable[[World], Awaitable[None]]) -> None:
 
 
 def test_one_cold_model_is_loaded_once_for_all_who_wait() -> None:
-    """Twenty callers of a cold model cause one load (invariant 7) and all run; the wait names the load."""
+    """B17: twenty callers of a cold model cause one load (invariant 7) and all run; the wait names the load."""
 
     async def story(world: World) -> None:
         cold = model("cold", slots=20)
@@ -255,8 +255,8 @@ def test_a_silent_node_gets_no_new_work_within_two_seconds() -> None:
 
 
 def test_fifty_callers_that_leave_lower_what_they_raised() -> None:
-    """B46: the slot is busy; fifty queue and leave, twice. The depth is fifty, then zero within 2 s, never anything that
-    lasts, and the gauge shows what the store has; afterwards a new request runs at once."""
+    """B46: the slot is busy; fifty queue and leave, twice. The depth is fifty, then zero within 2 s, and the gauge says
+    so too; afterwards a new request runs at once."""
 
     async def story(world: World) -> None:
         single = model("single", slots=1)
