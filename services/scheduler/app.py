@@ -40,6 +40,7 @@ from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.nodes import NodeRegistry
 from services.scheduler.operations.outlook import Outlooks
 from services.scheduler.operations.pools import Pools
+from services.scheduler.operations.prestage import Prestaging
 from services.scheduler.operations.residency import Residency
 from services.scheduler.operations.submit import Submission
 from services.scheduler.operations.upkeep import Upkeep
@@ -57,6 +58,7 @@ from services.scheduler.settings import SchedulerSettings, device_time_pools, fa
 
 CONDITIONS_MS = 1_000
 TIDY_MS = 60_000  # how long the blocks of a node that has gone are kept at most, beyond what the registry keeps it
+PRESTAGE_MS = 5_000  # as the plan of the devices
 HISTORY_MS = 1_000  # arrivals closer than this are one to a forecast
 
 
@@ -163,6 +165,7 @@ class Replica:
         outlooks = Outlooks(pools, index, policy, clock)
         submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight, outlooks)
         completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight, pools.speeds)
+        self._prestaging = Prestaging(pools, parts.loaders, self.foresight, clock) if settings.prewarm else None
         self._forecasts = ForecastEdge(parts.bus, self.foresight, parts.catalogue)
         self._handlers = BusHandlers(parts.bus, submission, completion, self.nodes, self._blocks, waits, clock)
 
@@ -178,6 +181,8 @@ class Replica:
         lifecycle.spawn(self._dispatcher.run(), "dispatch")
         lifecycle.spawn(self._upkeep.run(), "upkeep")
         lifecycle.every(HISTORY_MS, self.foresight.turn, "history")
+        if self._prestaging is not None:
+            lifecycle.every(PRESTAGE_MS, self._prestaging.turn, "prestage")
         lifecycle.every(TIDY_MS, self._tidy, "tidy")
         subscriptions = [*await self._handlers.subscribe(), await self._forecasts.subscribe()]
         try:
@@ -188,6 +193,8 @@ class Replica:
             await self._blocks.stop()
             await self._broken.stop()
             await self._residency.stop()
+            if self._prestaging is not None:
+                await self._prestaging.stop()
 
 
 def _conditions(

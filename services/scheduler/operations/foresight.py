@@ -151,6 +151,12 @@ class Foresight:
         """The forecast of one version with its reasons; None for one that was never wanted."""
         return self.mind(pool).forecaster.explain(version, self._clock.now_ms())
 
+    def expected(self, pool: PoolName) -> list[tuple[float, VersionKey]]:
+        """Arrivals served warm in a minute of a place in memory from now on, the most first."""
+        mind, now_ms = self.mind(pool), self._clock.now_ms()
+        worths = [(60_000 * mind.forecaster.worth_per_ms(each, now_ms), each) for each in mind.forecaster.models]
+        return sorted(worths, key=lambda each: (-each[0], each[1]))
+
     def signals(self, pool: PoolName) -> PoolSignal:
         """What an autoscaler needs to know, as of now."""
         view, mind, now_ms = self._pools.view(pool), self.mind(pool), self._clock.now_ms()

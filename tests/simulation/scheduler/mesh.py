@@ -58,6 +58,8 @@ class FakeNode:
     load_ms: int = 1_000
     broken: set[str] = field(default_factory=set)  # models whose load fails
     dead: set[str] = field(default_factory=set)  # models whose process died: ready by name only
+    host_capacity: int = 0
+    staged: dict[str, int] = field(default_factory=dict)  # in host memory only; model → since
     stuck: set[str] = field(default_factory=set)  # models whose unload is never confirmed
     unloading: dict[str, int] = field(default_factory=dict)
     silent: bool = False
@@ -103,7 +105,11 @@ class FakeNode:
             assert taken + coming <= capacity, "invariant 6 on a device"
             state.devices.add(index=index, capacity=capacity, resident=taken, reserved=coming, mig=self.mig)
         state.tiers.add(tier=vocabulary_pb2.TIER_DEVICE, capacity=self.capacity, resident=used, reserved=reserved)
+        kept = sum(self._size(name) for name in self.staged)
+        assert kept <= max(self.host_capacity, 0), "invariant 6 in host memory"
+        state.tiers.add(tier=vocabulary_pb2.TIER_HOST, capacity=self.host_capacity, resident=kept)
         for residence, names in (
+            (vocabulary_pb2.INSTANCE_STATE_STAGED, {n: at for n, at in self.staged.items() if n not in self.ready}),
             (vocabulary_pb2.INSTANCE_STATE_READY, self.ready),
             (vocabulary_pb2.INSTANCE_STATE_LOADING, self.loading),
             (vocabulary_pb2.INSTANCE_STATE_UNLOADING, self.unloading),
@@ -119,6 +125,7 @@ class FakeNode:
                     load_ms=self.load_ms,
                     slots=spec.slots,
                     devices=self.stands.get(name, ()),
+                    tier=vocabulary_pb2.TIER_HOST if name in self.staged else vocabulary_pb2.TIER_UNSPECIFIED,
                 )
         return state
 
@@ -144,6 +151,11 @@ class FakeNode:
         name = request.version.model
         if self.silent:
             raise Unavailable("the loader is away")
+        if request.target == vocabulary_pb2.TIER_HOST:
+            self.staged[name] = self.clock.now_ms()
+            await self.announce()
+            yield loading_pb2.LoadProgress(state=vocabulary_pb2.INSTANCE_STATE_STAGED)
+            return
         if name not in self.ready and name not in self.loading:
             victims = [victim.model for victim in request.unload_first]
             if self.stuck & set(victims):

@@ -162,3 +162,22 @@ def test_a_lost_history_costs_no_request_and_is_told_later() -> None:
         assert sum(each.ended for each in told) == 4
 
     simulate(story)
+
+
+def test_what_is_expected_later_waits_in_host_memory() -> None:
+    """Three models called in turn, one place on the device, host memory for one more: one that is not on the device is
+    staged, and never more than is free."""
+
+    async def story(world: World) -> None:
+        three = [model(name) for name in "abc"]
+        world.offer(*three)
+        node = await world.node(capacity=100)
+        node.host_capacity = 100
+        gateway = await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        for number in range(9):
+            await call(gateway, three[number % 3], number)
+        assert len(node.staged) == 1
+
+    simulate(story)
