@@ -38,15 +38,19 @@ NOTHING_MAPPED = MappedFiles()
 
 
 def parse_mapped_files(text: str) -> MappedFiles:
-    """The parameter `weights_arena`; empty text is no file. Raises CheckpointError."""
+    """The parameter `weights_arena`; empty text is no file. Raises CheckpointError.
+
+    An arena that this process does not see (another container, without that folder) is as none: the checkpoint folder
+    has the same bytes."""
     if not text:
         return NOTHING_MAPPED
     try:
         given = json.loads(text)
         files = {str(name): (int(offset), int(size)) for name, (offset, size) in given["files"].items()}
-        return MappedFiles(str(given["path"]), files)
+        path = str(given["path"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"weights_arena: {error!r}") from error
+    return MappedFiles(path, files) if os.path.exists(path) else NOTHING_MAPPED
 
 
 def read_mapped(mapped: MappedFiles, name: str) -> dict[str, Array]:

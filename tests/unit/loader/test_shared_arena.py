@@ -152,6 +152,11 @@ def test_mapped_tensors_are_those_of_the_file_and_no_copies(tmp_path: Path) -> N
     assert not tensors["w"].flags.writeable
 
 
+def test_an_arena_that_is_not_seen_here_is_as_none(tmp_path: Path) -> None:
+    """Another container without the folder: the engine reads the checkpoint's files."""
+    assert parse_mapped_files(f'{{"path": "{tmp_path / "nowhere"}", "files": {{"m": [0, 8]}}}}').files == {}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"path": "x"}', '{"path": "x", "files": {"a": 1}}'])
 def test_a_bad_parameter_is_refused(text: str) -> None:
     """The load fails with its cause."""
