@@ -15,8 +15,6 @@ import mmap
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +28,9 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
+from benchmarks.kv_first_token import first_token_figures
+from benchmarks.kv_lookups import lookup_figures
+from benchmarks.kv_process import kvstore_running
 from benchmarks.report import Figure, Goal, Report
 from deploy.local.ports import free_ports
 from deploy.local.server import LocalServer
@@ -68,11 +69,22 @@ def run(arguments: Sequence[str]) -> Report:
     parser.add_argument("--repeats", type=int, default=3, help="turns; the median counts")
     parser.add_argument("--folder", type=Path, default=None, help="where the disk to be measured is")
     parser.add_argument("--no-redis", action="store_true", help="leave Valkey out")
+    parser.add_argument("--parts", nargs="+", choices=["throughput", "lookups", "first-token"], help="default: all")
+    parser.add_argument(
+        "--lookup-blocks", type=int, nargs="+", default=[10**4, 10**5, 10**6], help="blocks in the store"
+    )
     options = parser.parse_args(arguments)
     figures: dict[str, Figure] = {}
     limits: dict[str, Figure] = {}
     goals: list[Goal] = []
+    parts = options.parts or ["throughput", "lookups", "first-token"]
     with tempfile.TemporaryDirectory(prefix="rh-bench-", dir=options.folder) as name:
+        if "lookups" in parts:
+            figures |= lookup_figures(Path(name), options.lookup_blocks)
+        if "first-token" in parts:
+            figures |= first_token_figures(Path(name))
+        if "throughput" not in parts:
+            return Report(NAME, figures, limits, goals)
         for size in SIZES:
             for clients in CLIENTS:
                 _case(Path(name), size, clients, options, figures, limits, goals)
@@ -91,7 +103,7 @@ def _case(
     label = f"{size // KIB}kib_{clients}"
     with ExitStack() as stack:
         address, restart = stack.enter_context(
-            _store(folder, (options.repeats + 1) * options.client_bytes * max(clients, 2))
+            kvstore_running(folder, (options.repeats + 1) * options.client_bytes * max(clients, 2))
         )
         rates = _turns(options, clients, _client, (address, size, options.client_bytes))
         plain = {name: rates.pop(name) for name in ("copy_in", "copy_out")}
@@ -317,45 +329,6 @@ def _direct_reads(path: Path, size: int, nbytes: int) -> float:
 
 
 # Parts
-
-
-@contextmanager
-def _store(folder: Path, arena_bytes: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A kvstore process with a disk; its address, and how to kill and start it again."""
-    grpc_port, ops_port = free_ports(2)
-    with tempfile.TemporaryDirectory(dir=folder) as data, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        environment = os.environ | {
-            "ROUNDHOUSE_NODE_ID": "benchmark",
-            "ROUNDHOUSE_NATS_URL": "nats://127.0.0.1:1",
-            "ROUNDHOUSE_GRPC_PORT": str(grpc_port),
-            "ROUNDHOUSE_OPS_PORT": str(ops_port),
-            "ROUNDHOUSE_ARENA_PATH": f"{memory}/arena",
-            "ROUNDHOUSE_ARENA_BYTES": str(arena_bytes),
-            "ROUNDHOUSE_DATA_DIR": data,
-            "ROUNDHOUSE_DISK_BYTES": str(max(2 * arena_bytes, 256 * MIB)),
-        }
-        processes: list[subprocess.Popen[bytes]] = []
-
-        def start() -> None:
-            command = [sys.executable, "-m", "services.kvstore"]
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
-            with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
-                stub = kv_pb2_grpc.KvStoreStub(channel)
-                stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=30, wait_for_ready=True)
-
-        def restart() -> None:
-            processes[-1].kill()
-            processes[-1].wait()
-            start()
-
-        start()
-        try:
-            yield f"127.0.0.1:{grpc_port}", restart
-        finally:
-            processes[-1].kill()
-            processes[-1].wait()
 
 
 @contextmanager
