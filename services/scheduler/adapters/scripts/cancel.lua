@@ -10,6 +10,9 @@ if r.st == 'queued' then
   bury(r)
   return 'removed'
 end
-if r.st == 'refused' then bury(r) end
+if r.st == 'refused' then
+  call('ZREM', key('due'), id)
+  bury(r)
+end
 if r.st == 'granted' then return 'running' end
 return 'gone'

@@ -5,6 +5,7 @@ for _, id in ipairs(ripe('due')) do
   if not r then
     call('ZREM', key('due'), id)
   elseif r.st == 'refused' and now - r.ed >= DELIVERY then
+    call('ZREM', key('due'), id)
     bury(r)
   else
     call('ZADD', key('due'), int(now + RETRY), id)

@@ -139,9 +139,15 @@ local function correct(r, units)
   r.un = units
 end
 
+local touched = {} -- instances whose last use is noted in this run
+local function touch(instance)
+  if touched[instance] then return end
+  touched[instance] = true
+  call('ZADD', key('used'), int(now), instance)
+end
 local function vacate(instance)
   if call('HINCRBY', key('in_use'), instance, -1) <= 0 then call('HDEL', key('in_use'), instance) end
-  call('ZADD', key('used'), int(now), instance)
+  touch(instance)
 end
 
 -- The first output token was decoded elsewhere: the prompt's instance is done with the request.
@@ -179,7 +185,6 @@ end
 
 -- What is left of an attempt: that it ended.
 local function bury(r)
-  call('ZREM', key('due'), r.id)
   write_end(r.id)
 end
 

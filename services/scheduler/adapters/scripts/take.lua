@@ -36,7 +36,7 @@ end
 
 local function occupy(offer)
   offer.used = call('HINCRBY', key('in_use'), offer.instance, 1)
-  call('ZADD', key('used'), int(now), offer.instance)
+  touch(offer.instance)
 end
 
 local function next_class(version, state, slots)
