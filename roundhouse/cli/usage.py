@@ -57,7 +57,11 @@ def usage(
     with refusals_told():
         groups = [name.strip() for name in by.split(",") if name.strip()]
         wanted = {
-            "tenant": tenant, "model": model, "key": key, "from": since, "to": until,
+            "tenant": tenant,
+            "model": model,
+            "key": key,
+            "from": since,
+            "to": until,
             "group_by": ",".join(groups),
         }
         rows = _all_pages(open_api(admin_url, admin_key), {name: text for name, text in wanted.items() if text})

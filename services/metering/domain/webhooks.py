@@ -10,7 +10,6 @@ import binascii
 import hashlib
 import hmac
 from dataclasses import dataclass
-from random import Random
 from typing import Final
 
 SECRET_MARK: Final = "whsec_"  # noqa: S105 - how a secret begins
@@ -79,8 +78,8 @@ class Answer:
     retry_after_s: int = 0
 
 
-def step_after(answer: Answer, attempts: int, now_ms: int, chance: Random) -> Step:
-    """What follows. `attempts` counts failed ones of this record before this one."""
+def step_after(answer: Answer, attempts: int, now_ms: int, chance: float) -> Step:
+    """What follows. `attempts` counts failed ones of this record before this one; `chance` is in [0, 1)."""
     if answer.status in _OK:
         return Taken()
     reason = answer.reason or f"HTTP {answer.status}"
@@ -88,7 +87,7 @@ def step_after(answer: Answer, attempts: int, now_ms: int, chance: Random) -> St
         return Unwanted(reason)
     if attempts >= len(RETRY_AFTER_MS):
         return Dead(reason)
-    wait_ms = RETRY_AFTER_MS[attempts] * (1 + JITTER * (2 * chance.random() - 1))
+    wait_ms = RETRY_AFTER_MS[attempts] * (1 + JITTER * (2 * chance - 1))
     asked_ms = min(answer.retry_after_s * 1000, RETRY_AFTER_MS[-1])
     return TryAgain(now_ms + max(round(wait_ms), asked_ms), reason)
 

@@ -85,7 +85,7 @@ class WebhookSender:
             "webhook-signature": signature(endpoint.secret, message_id, timestamp_s, body),
         }
         answer = await self._poster.post(endpoint.url, headers, body)
-        step = step_after(answer, endpoint.attempts, self._clock.now_ms(), self._chance)
+        step = step_after(answer, endpoint.attempts, self._clock.now_ms(), self._chance.random())
         match step:
             case Taken():
                 return replace(endpoint, sequence=row.sequence, attempts=0, next_ms=0, last_error=""), step

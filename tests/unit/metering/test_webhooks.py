@@ -50,27 +50,27 @@ def test_a_weak_or_broken_secret_is_refused(secret: str) -> None:
 @pytest.mark.parametrize("status", [200, 202, 204, 299])
 def test_any_success_is_taken(status: int) -> None:
     """2xx."""
-    assert step_after(Answer(status), 0, NOW_MS, Random(1)) == Taken()
+    assert step_after(Answer(status), 0, NOW_MS, Random(1).random()) == Taken()
 
 
 @pytest.mark.parametrize("status", [0, 199, 301, 302, 400, 401, 404, 429, 500, 503])
 def test_everything_else_is_tried_again_on_the_schedule_and_then_dead(status: int) -> None:
     """Each wait within its jitter; after the last one the record is given up, with the reason."""
     for attempts, wait_ms in enumerate(RETRY_AFTER_MS):
-        step = step_after(Answer(status, "no"), attempts, NOW_MS, Random(attempts))
+        step = step_after(Answer(status, "no"), attempts, NOW_MS, Random(attempts).random())
         assert isinstance(step, TryAgain)
         assert wait_ms * (1 - JITTER) <= step.at_ms - NOW_MS <= wait_ms * (1 + JITTER)
-    assert step_after(Answer(status, "no"), len(RETRY_AFTER_MS), NOW_MS, Random(1)) == Dead("no")
+    assert step_after(Answer(status, "no"), len(RETRY_AFTER_MS), NOW_MS, Random(1).random()) == Dead("no")
 
 
 def test_a_receiver_may_ask_for_more_time_but_not_for_ever() -> None:
     """Retry-After of a minute is kept; one of a year is cut to the longest wait."""
-    later = step_after(Answer(503, retry_after_s=60), 0, NOW_MS, Random(1))
+    later = step_after(Answer(503, retry_after_s=60), 0, NOW_MS, Random(1).random())
     assert later == TryAgain(NOW_MS + 60_000, "HTTP 503")
-    year = step_after(Answer(503, retry_after_s=365 * 86_400), 0, NOW_MS, Random(1))
+    year = step_after(Answer(503, retry_after_s=365 * 86_400), 0, NOW_MS, Random(1).random())
     assert year == TryAgain(NOW_MS + RETRY_AFTER_MS[-1], "HTTP 503")
 
 
 def test_gone_means_that_nothing_more_is_wanted() -> None:
     """410 switches the endpoint off."""
-    assert step_after(Answer(410), 0, NOW_MS, Random(1)) == Unwanted("HTTP 410")
+    assert step_after(Answer(410), 0, NOW_MS, Random(1).random()) == Unwanted("HTTP 410")
