@@ -99,7 +99,7 @@ async def test_changed_weights_are_a_change(bench: Bench) -> None:
     (bench.root / "models" / "tagger.onnx").write_bytes(b"new")
     applied = await bench.operation.apply(bench.declared(), actor=ROOT)
     assert applied.generation == 2
-    assert [(change.name, change.fields) for change in applied.changes] == [("tagger", ("digest",))]
+    assert [(change.name, change.fields) for change in applied.changes] == [("tagger", ("digest", "files"))]
 
 
 async def test_a_dry_run_changes_nothing(bench: Bench) -> None:

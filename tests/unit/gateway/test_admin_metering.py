@@ -26,7 +26,8 @@ TENANTS_MAY_READ = ["usage", "statements/2026-11", "export/2026-11"]
 def echo(request: httpx.Request) -> httpx.Response:
     """Metering that answers with what it was asked."""
     seen = {"method": request.method, "path": request.url.path, "query": list(request.url.params.multi_items())}
-    return httpx.Response(200, json=seen | {"body": request.content.decode()})
+    answer = json.dumps(seen | {"body": request.content.decode()}).encode()
+    return httpx.Response(200, stream=httpx.ByteStream(answer), headers={"content-type": "application/json"})
 
 
 @pytest.fixture
