@@ -333,7 +333,8 @@ async def _outcome(answer: Awaitable[object]) -> object:
     try:
         return await answer
     except Unavailable as error:
-        assert error.__cause__ is None or "STALE" in str(error.__cause__), error.__cause__  # no script is broken
+        if error.__cause__ is not None and "STALE" not in str(error.__cause__):
+            raise  # a script is broken
         return Unavailable
 
 

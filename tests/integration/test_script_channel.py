@@ -1,6 +1,7 @@
 """The connection that all scripts of a process share, on a real store and on bad ones."""
 
 import asyncio
+from typing import Any
 from urllib.parse import urlsplit
 
 import hiredis
@@ -92,7 +93,7 @@ async def test_a_server_that_says_nothing_or_nonsense_is_hung_up_on(answer: byte
     (port,) = free_ports(1)
     async with await asyncio.start_server(serve, "127.0.0.1", port):
         channel = channel_to(f"redis://127.0.0.1:{port}/0", timeout_s=0.2)
-        [first] = await asyncio.gather(channel.call("PING"), return_exceptions=True)
+        first: Any = (await asyncio.gather(channel.call("PING"), return_exceptions=True))[0]
         assert isinstance(first, ChannelLost) or first == b"one"
         with pytest.raises(ChannelLost):
             await asyncio.gather(channel.call("PING"), channel.call("PING"), channel.call("PING"))
