@@ -72,6 +72,9 @@ class Workers:
             worker.drain()
         if not self._tasks:
             return
+        for worker, task in zip(self._workers, self._tasks, strict=True):
+            if not worker.is_busy:
+                task.cancel()
         _, late = await asyncio.wait(self._tasks, timeout=drain_s)
         for task in late:
             task.cancel()

@@ -98,6 +98,8 @@ class BatchWorker:
         self._lines = lines
         self._clock = clock
         self._draining = False
+        self.is_busy = False
+        """Whether it has a batch at hand; one that only waits may be cancelled at any time."""
 
     def drain(self) -> None:
         """Begin no further line; the batch at hand goes to another gateway once its running lines have ended."""
@@ -109,8 +111,11 @@ class BatchWorker:
             try:
                 taken = await self._stores.queue.take(TAKE_MS)
                 if taken is not None:
+                    self.is_busy = True
                     await self._work(taken)
+                    self.is_busy = False
             except Unavailable as error:
+                self.is_busy = False
                 log.warning("batch_work_waits", reason=error.message)
                 await self._clock.sleep_ms(TICK_MS)
 
