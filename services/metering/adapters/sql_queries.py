@@ -100,13 +100,17 @@ def _counted(where: UsageFilter, by: Sequence[Dimension], folded: int) -> Compou
         within, _columns.sequence > folded, _columns.superseded_by.is_(None)
     )
     taken_back = _part(usage_rows, by, summed(usage_rows, -1)).where(
-        within, _columns.sequence <= folded, _columns.superseded_by > folded
+        within, _columns.sequence + literal_column("0") <= folded, _columns.superseded_by > folded
     )
     parts = [hours, since, taken_back]
     if (from_ms, to_ms) != (whole_from, whole_to):
         edges = or_(and_(time >= from_ms, time < whole_from), and_(time >= whole_to, time < to_ms))
         parts.append(_part(usage_rows, by, summed(usage_rows, 1)).where(edges, _columns.superseded_by.is_(None)))
-    return union_all(*(part.where(*_names_match(part, where)) for part in parts))
+    # What was taken back is found by who took it back, not by its names: those have far more rows.
+    unindexed_names = parts.index(taken_back)
+    return union_all(
+        *(part.where(*_names_match(part, where, plain=place != unindexed_names)) for place, part in enumerate(parts))
+    )
 
 
 def _hour_sums() -> list[ColumnElement[Any]]:
@@ -122,11 +126,11 @@ def _part(table: FromClause, by: Sequence[Dimension], sums: Sequence[ColumnEleme
     return select(*keys, columns.currency, *sums).select_from(table)
 
 
-def _names_match(part: Select[Any], where: UsageFilter) -> list[ColumnElement[bool]]:
+def _names_match(part: Select[Any], where: UsageFilter, *, plain: bool) -> list[ColumnElement[bool]]:
     (table,) = part.get_final_froms()
     columns: Any = table.c
     return [
-        column == wanted
+        (column if plain else column.concat(literal_column("''"))) == wanted
         for column, wanted in (
             (columns.tenant_id, where.tenant_id),
             (columns.model, where.model),
