@@ -3,7 +3,7 @@
 An answer is encrypted with a key made of the tenant's name and the text of its idempotency key; the store only has the
 text's digest. Whoever reads the store can therefore read an answer only by guessing the key, which is a UUID in every
 common client. Everything of a tenant has its hash tag, ends after a day, and `erase` removes it at once. The script
-lies beside this file. Decision: docs/decisions/0095-idempotency.md.
+lies beside this file. Decision: docs/decisions/0098-idempotency.md.
 """
 
 import secrets

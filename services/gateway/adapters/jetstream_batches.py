@@ -8,7 +8,7 @@
 | work | stream `BATCH_WORK`, a work queue: a message a batch, given to another gateway after 15 silent seconds |
 
 Ids in subjects and keys are encoded, so a tenant's name cannot leave its place (invariant 16).
-Decision: docs/decisions/0096-batches.md.
+Decision: docs/decisions/0099-batches.md.
 """
 
 import zlib
