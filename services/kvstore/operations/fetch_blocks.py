@@ -7,7 +7,7 @@ then those the directory knows. Decision: docs/decisions/0056-peers.md.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -118,7 +118,7 @@ class PeerTier:
     def _ended(self, first: bytes, _: asyncio.Task[None]) -> None:
         del self._running[first]
 
-    def _is_quiet(self, wanted: Wanted) -> bool:
+    def _is_quiet(self, wanted: Wanted | PeerRequest) -> bool:
         now_ms = self._clock.monotonic_ms()
         return any(self._quiet_until_ms.get(salt, 0) > now_ms for salt in (wanted.salt, wanted.shared.salt))
 
@@ -141,7 +141,7 @@ class PeerTier:
             await self._fetch_from(address, request)
 
     async def _fetch_from(self, address: str, request: PeerRequest) -> None:
-        landing = SlotLanding(self._table, self._arena, self._clock, request)
+        landing = SlotLanding(self._table, self._arena, self._clock, request, partial(self._is_quiet, request))
         try:
             await self._transport.fetch(address, request, landing, timeout_ms=FETCH_MS_MAX)
         except PeerFault as fault:
@@ -160,8 +160,16 @@ class PeerTier:
 class SlotLanding:
     """`Landing` in the slots of a table: reserves ahead, publishes in batches of 1, 2, 4, … blocks."""
 
-    def __init__(self, table: BlockTable, arena: BlockArena, clock: Clock, request: PeerRequest) -> None:
-        """For the blocks of `request.keys` after the first `request.skip`."""
+    def __init__(
+        self,
+        table: BlockTable,
+        arena: BlockArena,
+        clock: Clock,
+        request: PeerRequest,
+        is_quiet: Callable[[], bool],
+    ) -> None:
+        """For the blocks of `request.keys` after the first `request.skip`; none once `is_quiet`: erased meanwhile."""
+        self._is_quiet = is_quiet
         self._table, self._arena, self._clock, self._request = table, arena, clock, request
         self._next = request.skip
         self._batch = 1
@@ -175,7 +183,7 @@ class SlotLanding:
     def begin(self, head: BlockHead) -> memoryview | None:
         """See `Landing`. Not wanted: another block than the next one, one that is here by now, one without room."""
         keys = self._request.keys
-        if self._next >= len(keys) or head.key != keys[self._next] or self.corrupt:
+        if self._next >= len(keys) or head.key != keys[self._next] or self.corrupt or self._is_quiet():
             return None
         if head.key not in self._places:
             self._publish()

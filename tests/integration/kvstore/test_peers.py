@@ -14,6 +14,7 @@ from engines.reference.kvstore_client import KvStoreClient
 from roundhouse import subjects
 from roundhouse.event_bus import NatsBus
 from roundhouse.wire.v1 import kv_pb2
+from services.gateway.adapters.admin_caches import GrpcNodeCaches
 from tests.integration.kvstore.kvstore_process import KvStoreProcess, eventually
 from tests.integration.kvstore.test_two_clients import ONE, SHAPE, TWO, blocks, keys, store
 
@@ -160,6 +161,22 @@ def test_a_held_prefill_outlives_its_engine_until_decode_has_taken_it(near: Node
     space = BlockSpace(ONE, peers=(far.kvstore.address,), hold="request/1")
     eventually(lambda: same(states, near.found(space, keys(ONE, 6))), within_s=30)
     eventually(lambda: far.kvstore.statistics().holds == 0, within_s=30)
+
+
+async def test_an_erased_tenant_is_gone_from_every_node_and_no_node_brings_it_back(near: Node, far: Node) -> None:
+    """Both have its 5 blocks. `near` is erased first: it takes nothing from `far`, which still has them. Then `far` is
+    erased, by the adapter that the admin API uses: 0 blocks are left on both."""
+    store(far.engine, ONE, keys(ONE, 5), blocks(5))
+    eventually(lambda: len(near.found(told_by(far), keys(ONE, 5))) == 5, within_s=30)
+    caches = GrpcNodeCaches()
+    first = await caches.erase(near.kvstore.address, ONE, timeout_ms=30_000)
+    assert (first.blocks, first.blocks_left) == (5, 0)
+    assert near.found(told_by(far), keys(ONE, 5)) == ()
+    second = await caches.erase(far.kvstore.address, ONE, timeout_ms=30_000)
+    assert (second.blocks, second.blocks_left) == (5, 0)
+    for node in (near, far):
+        count = node.kvstore.stub.GetStatistics(kv_pb2.GetStatisticsRequest(salt=ONE), timeout=30)
+        assert (count.salt_blocks, count.salt_disk_blocks) == (0, 0)
 
 
 def test_a_snapshot_has_every_key_once(far: Node) -> None:
