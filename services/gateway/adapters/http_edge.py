@@ -28,6 +28,9 @@ from services.gateway.ports import Caller
 
 log = structlog.get_logger(__name__)
 
+CLIENT_ID_ATTRIBUTE = "http.request.header.x-request-id"  # OpenTelemetry semantic conventions, HTTP
+CLIENT_ID_CHARACTERS_MAX = 128  # a guess: longer than any id
+
 PUBLIC_PATHS = frozenset({"/health/live", "/health/ready"})
 PUBLIC_METHODS = frozenset({"GET", "HEAD"})
 REQUEST_ID_HEADER = "x-request-id"
@@ -62,6 +65,8 @@ class HttpEdge:
             route = _route_of(scope)
             span.update_name(f"{scope['method']} {route}")
             span.set_attributes({"http.route": route, "http.response.status_code": answer.status})
+            if "x-request-id" in headers:  # the caller's own: a label here, and nowhere else
+                span.set_attribute(CLIENT_ID_ATTRIBUTE, headers["x-request-id"][:CLIENT_ID_CHARACTERS_MAX])
             if answer.status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
         _access_line(scope, answer.status, started)

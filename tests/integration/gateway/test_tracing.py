@@ -37,11 +37,14 @@ async def test_a_request_is_a_server_span_and_an_operation(
     gateway: RunningGateway, spans: InMemorySpanExporter
 ) -> None:
     """Both belong to the caller's trace; the operation has the GenAI attributes and no text of the prompt."""
-    await post(gateway, "/v1/chat/completions", {**CHAT, "max_tokens": 2}, traceparent=PARENT)
+    own = {"x-request-id": "client-" + "7" * 200}
+    answer = await post(gateway, "/v1/chat/completions", {**CHAT, "max_tokens": 2}, traceparent=PARENT, **own)
+    assert "client" not in answer.headers["x-request-id"]
     await until(lambda: bool(named(spans, "POST /v1/chat/completions")))
     [server] = named(spans, "POST /v1/chat/completions")
     [chat] = named(spans, "chat m")
     assert server.kind is SpanKind.SERVER
+    assert (server.attributes or {})["http.request.header.x-request-id"] == ("client-" + "7" * 200)[:128]
     assert server.parent is not None
     assert f"{server.parent.trace_id:032x}" == TRACE
     assert chat.parent is not None
