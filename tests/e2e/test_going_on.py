@@ -138,25 +138,31 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 def test_a_long_prompt_runs_on_one_node_and_decodes_on_the_other(split: Mesh) -> None:
     """Alone a long prompt stays on the decode node; beside three streams another is handed over. Its usage is that of
     one request, decode fetched its blocks, the hold on them ends, and the text is that of a run in one place."""
-    first, second = (
-        {"ignore_eos": True, "temperature": 0, "messages": [{"role": "user", "content": f"{what} of the world " * 30}]}
-        for what in ("the railways", "the stations")
-    )
-    streamed(split, "thinker", max_tokens=40, act=nothing, body=first)
+    streamed(split, "thinker", max_tokens=40, act=nothing, body=_long("railways"))
     wait_until(lambda: None if holders(split, "thinker") == {"node-1", "node-2"} else "not on both nodes", within_s=30)
     assert metric(split, "kvstore-2", "roundhouse_kv_peer_fetched_total") == 0
-    with ExitStack() as stack:
-        running = [
-            stack.enter_context(opened(split, "thinker", max_tokens=600, body={"ignore_eos": True})) for _ in range(3)
-        ]
-        for _, events in running:
-            next(events)
-        handed = streamed(split, "thinker", max_tokens=40, act=nothing, body=second)
-        assert [sum(1 for _ in events) > 0 and stream.done for stream, events in running] == [True] * 3
-    assert (handed.done, handed.errors) == (True, [])
-    assert handed.completion_tokens == 40
+    for number in range(10):  # on a busy machine the three may have ended before the long prompt is placed
+        body = _long(f"stations {number}")
+        with ExitStack() as stack:
+            running = [
+                stack.enter_context(opened(split, "thinker", max_tokens=800, body={"ignore_eos": True}))
+                for _ in range(3)
+            ]
+            for _, events in running:
+                next(events)
+            handed = streamed(split, "thinker", max_tokens=40, act=nothing, body=body)
+            assert [sum(1 for _ in events) > 0 and stream.done for stream, events in running] == [True] * 3
+        assert (handed.done, handed.errors, handed.completion_tokens) == (True, [], 40)
+        if metric(split, "kvstore-2", "roundhouse_kv_peer_fetched_total") > 0:
+            break
+    else:
+        raise AssertionError("no prompt was handed over")
     [row] = attempts(split, handed.request_id)
     assert (row["outcome"], row["output_tokens"], row["node"]) == ("done", 40, "node-2")
-    assert metric(split, "kvstore-2", "roundhouse_kv_peer_fetched_total") > 0
     wait_until(lambda: "blocks are held" if metric(split, "kvstore-1", "roundhouse_kv_holds") else None, within_s=30)
-    assert streamed(split, "thinker", max_tokens=40, act=nothing, body=second).text == handed.text
+    assert streamed(split, "thinker", max_tokens=40, act=nothing, body=body).text == handed.text
+
+
+def _long(what: str) -> dict[str, Any]:
+    content = f"the {what} of the world " * 25
+    return {"ignore_eos": True, "temperature": 0, "messages": [{"role": "user", "content": content}]}
