@@ -57,6 +57,9 @@ class HostArena:
             made = self._without(digest, wanted, offered[:count])
             if made is not None:
                 return self._with_fewer(digest, wanted, offered[:count], made)
+        made = self.release(*offered)._without(digest, wanted, [])  # what they share with it lies in the way
+        if made is not None:
+            return Settled(made, tuple(offered))
         answer = self.ledger.reserve(digest, wanted, offered)
         return NotEnough(answer.missing if isinstance(answer, NoRoom) else self.page)
 

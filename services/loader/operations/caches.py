@@ -192,12 +192,15 @@ class CacheTiers:
         pieces = self._host_pieces(weights)
         if not pieces or self.is_in_host(weights):
             return
+        # Another one may be filling a range that both want: it counts as there only once it is whole.
+        staging.keys = frozenset(piece.key for piece in pieces)
+        await self._stagings.yield_to(staging)
         settled = self._node.host.settle(digest, pieces, self._unused_in_host())
         if not isinstance(settled, Settled):
             return
-        missing = [piece for piece in pieces if piece.key not in self._node.host.ranges]
         await self._record_without(settled.evicted)
-        again = self._node.host.settle(digest, pieces, self._unused_in_host())
+        missing = [piece for piece in pieces if piece.key not in self._node.host.ranges]  # also what went with them
+        again = self._node.host.settle(digest, pieces, [])
         if not isinstance(again, Settled):
             return
         self._node.host = again.arena

@@ -85,6 +85,33 @@ async def test_host_memory_keeps_what_was_used_last_and_what_is_loaded(node: Sma
     assert [set(version.ranges) for version in node.arena.recorded] == [{A.files[0].sha256}, {C.files[0].sha256}]
 
 
+@on_a_small_node(*TUNED, host_bytes=350)
+async def test_a_shared_range_that_goes_with_its_holder_is_read_again(node: SmallNode) -> None:
+    """Room for one of two that share 300 of 350: the second evicts the first, and every byte of it is read."""
+    await node.stage(TUNED[0])
+    await node.stage(TUNED[1])
+    assert set(node.node.host.ledger.contents) == {TUNED[1].digest}
+    places = {(file.offset, file.size) for file in node.arena.filled[2:]}
+    held = node.node.host.ranges
+    assert places == {(held[file.sha256].offset, file.size) for file in TUNED[1].files}
+
+
+@on_a_small_node(*TUNED)
+async def test_a_range_that_another_one_fills_is_waited_for(node: SmallNode) -> None:
+    """Invariant 10: both share 300; the second is in host memory only once what the first one reads is."""
+    for tuned in TUNED[:2]:
+        await node.stage(tuned, to_host=False)
+    node.arena.fill_ms = 1_000
+    first = asyncio.create_task(node.stage(TUNED[0]))
+    await asyncio.sleep(0.5)
+    second = asyncio.create_task(node.stage(TUNED[1]))
+    await asyncio.sleep(0.2)
+    assert not node.node.host.ledger.is_whole(TUNED[1].digest)
+    await asyncio.gather(first, second)
+    assert node.node.host.ledger.is_whole(TUNED[1].digest)
+    assert [file.size for file in node.arena.filled] == [300, 50, 50]
+
+
 @on_a_small_node(*MODELS, host_bytes=0)
 async def test_without_an_arena_everything_loads_from_disk(node: SmallNode) -> None:
     """Nothing is refused for lack of host memory."""
