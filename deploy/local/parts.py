@@ -113,7 +113,7 @@ class _Addresses:
 
 def plan_cluster(home: Home, options: ClusterOptions, admin_key: str) -> ClusterPlan:
     """Lay out a cluster. Raises PartFailed if a program is missing."""
-    nats_port, valkey_port, metering_port = free_ports(3)
+    nats_port, valkey_port, *metering_ports = free_ports(4)
     addresses = _Addresses(f"nats://127.0.0.1:{nats_port}", f"redis://127.0.0.1:{valkey_port}/0")
     edge = _edge_ports(options)
     stores = [
@@ -123,13 +123,13 @@ def plan_cluster(home: Home, options: ClusterOptions, admin_key: str) -> Cluster
     maker = _ServiceMaker(home, options, addresses)
     parts = [Part(program, Tier.STORE, program.probe) for program in stores]
     tritons = [TritonPorts(*free_ports(3)) for _ in range(options.nodes)]
-    parts += maker.metering(metering_port, tritons)
+    parts += maker.metering(metering_ports, tritons)
     for number, triton in enumerate(tritons, start=1):
         parts += maker.node(f"node-{number}", number, triton)
     disaggregated = options.profile is Profile.DISAGGREGATED
     scheduler = {"DISAGGREGATE": "true"} if disaggregated else {}
     parts.append(maker.service("scheduler", "scheduler", Tier.SCHEDULER, 0, scheduler))
-    parts.append(maker.gateway(edge, admin_key, metering_port))
+    parts.append(maker.gateway(edge, admin_key, metering_ports))
     return ClusterPlan(tuple(parts), *edge, addresses.nats_url, addresses.redis_url)
 
 
@@ -177,16 +177,17 @@ class _ServiceMaker:
         )
         return Part(program, tier, partial(http_probe, ops_port, "/health/ready"), ops_port)
 
-    def metering(self, port: int, tritons: Sequence[TritonPorts]) -> list[Part]:
+    def metering(self, ports: Sequence[int], tritons: Sequence[TritonPorts]) -> list[Part]:
         """Metering on a SQLite ledger, unless the options name another."""
         settings = {
             "LEDGER_URL": self._options.ledger_url or f"sqlite:///{self._home.data / 'ledger.sqlite3'}",
-            "HTTP_PORT": str(port),
+            "HTTP_PORT": str(ports[0]),
+            "GRPC_PORT": str(ports[1]),
             "ENGINE_METRICS_URLS": " ".join(f"http://127.0.0.1:{triton.metrics}/metrics" for triton in tritons),
         }
-        return [self.service("metering", "metering", Tier.MEMORY, port, settings)]
+        return [self.service("metering", "metering", Tier.MEMORY, ports[0], settings)]
 
-    def gateway(self, edge: tuple[int, int, int], admin_key: str, metering_port: int) -> Part:
+    def gateway(self, edge: tuple[int, int, int], admin_key: str, metering_ports: Sequence[int]) -> Part:
         """The gateway, with the bootstrap admin key's hash."""
         http, grpc, admin = edge
         settings = {
@@ -194,7 +195,8 @@ class _ServiceMaker:
             "GRPC_PORT": str(grpc),
             "ADMIN_PORT": str(admin),
             "ADMIN_KEY_HASH": hashlib.sha256(admin_key.encode()).hexdigest(),
-            "METERING_URL": f"http://127.0.0.1:{metering_port}",
+            "METERING_URL": f"http://127.0.0.1:{metering_ports[0]}",
+            "METERING_GRPC": f"127.0.0.1:{metering_ports[1]}",
             "OUTBOX_DIR": str(self._home.data / "outbox"),
         }
         part = self.service("gateway", "gateway", Tier.EDGE, http, settings)
@@ -204,6 +206,7 @@ class _ServiceMaker:
 
     def node(self, node_id: str, number: int, triton: TritonPorts) -> Iterator[Part]:
         """Triton, kvstore and loader of one node."""
+        triton = TritonPorts(*free_ports(3))
         kvstore_port, loader_port = free_ports(2)
         engine = triton_program(
             f"triton-{number}",

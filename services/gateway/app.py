@@ -24,7 +24,7 @@ from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId
-from services.gateway.adapters import kserve_grpc, native_grpc
+from services.gateway.adapters import kserve_grpc, metering_grpc, native_grpc
 from services.gateway.adapters.admin_api import admin_app
 from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.admission import RedisAdmission
@@ -40,6 +40,7 @@ from services.gateway.adapters.key_directory import RedisKeyDirectory
 from services.gateway.adapters.kserve_grpc import KServeService
 from services.gateway.adapters.kserve_rest import KServeRoutes
 from services.gateway.adapters.kv_holds import KvStoreHolds
+from services.gateway.adapters.metering_grpc import MeteringService
 from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
 from services.gateway.adapters.openai_calls import OpenAICalls
@@ -151,6 +152,7 @@ class Gateway:
         addresses.grpc = await self._serve_grpc(
             KServeService(parts, tensors, signatures, self._readiness, calls),
             NativeService(parts, texts, catalogue, calls),
+            MeteringService(settings.metering_grpc, calls),
         )
         batches = await self._batches(bus, parts, catalogue, reader)
         page = OpenApiPage()
@@ -302,9 +304,14 @@ class Gateway:
             )
             addresses.http2 = await self._stack.enter_async_context(http2)
 
-    async def _serve_grpc(self, kserve: KServeService, native: NativeService) -> int:
+    async def _serve_grpc(self, kserve: KServeService, native: NativeService, metering: MeteringService) -> int:
+        self._stack.push_async_callback(metering.close)
         server = GrpcServer(reuse_port=self._settings.reuse_port)
-        names = [kserve_grpc.add_to_server(kserve, server.server), native_grpc.add_to_server(native, server.server)]
+        names = [
+            kserve_grpc.add_to_server(kserve, server.server),
+            native_grpc.add_to_server(native, server.server),
+            metering_grpc.add_to_server(metering, server.server),
+        ]
         tls = None if self._tls is None else (self._tls.certificate, self._tls.key, self._tls.client_ca)
         port = await server.start(self._settings.bind_host, self._settings.grpc_port, names, tls=tls)
         self._stack.push_async_callback(server.stop, self._settings.drain_seconds)

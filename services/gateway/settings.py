@@ -45,6 +45,9 @@ class GatewaySettings(ServiceSettings):
     )
     jwt_leeway_seconds: int = Field(default=30, ge=0, le=300, description="how far the issuer's clock may be off")
     metering_url: str = Field(default="", description="http://host:port of metering's query API; empty = no usage API")
+    metering_grpc: str = Field(
+        default="", description="host:port of metering's gRPC API; empty = `roundhouse.v1.Metering` answers UNAVAILABLE"
+    )
     catalogue_file: str = Field(default="", description="catalogue to apply at start; empty = none")
     body_bytes_max: int = Field(default=32 * 1024 * 1024, ge=1024, description="longest request body, bytes")
     batch_workers: int = Field(default=4, ge=0, le=64, description="batches that this gateway runs at a time; 0 = none")

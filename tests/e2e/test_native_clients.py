@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from roundhouse.wire.v1 import inference_pb2 as wire
-from roundhouse.wire.v1 import inference_pb2_grpc
+from roundhouse.wire.v1 import inference_pb2_grpc, metering_pb2, metering_pb2_grpc
 from tests.e2e.calls import ledger_rows
 from tests.e2e.catalogue import ANSWER
 from tests.e2e.mesh import Mesh
@@ -117,3 +117,20 @@ async def test_an_idempotent_request_is_one_row(mesh: Mesh) -> None:
     first = answers[0].headers["x-request-id"]
     assert [answer.headers.get("x-original-request-id") for answer in answers] == [None, first, first]
     await asyncio.to_thread(ledger_rows, mesh, "acme", {first})
+
+
+async def test_a_tenant_reads_its_bill_over_grpc(mesh: Mesh, stub: Any) -> None:
+    """What one generation used is on the tenant's own bill over gRPC; another tenant's bill is refused."""
+    call = stub.Generate(wire.GenerateRequest(model="words", chat=HELLO), metadata=key(mesh, "globex"), timeout=60)
+    ended = [message async for message in call][-1].ended
+    await asyncio.to_thread(ledger_rows, mesh, "globex", {ended.request_id})
+    async with grpc.aio.insecure_channel(mesh.grpc_address) as channel:
+        bill = metering_pb2_grpc.MeteringStub(channel)
+        records = await bill.ListRecords(metering_pb2.ListRecordsRequest(), metadata=key(mesh, "globex"), timeout=30)
+        found = {record.event.data.request_id: record for record in records.records}
+        assert found[ended.request_id].event.data.output_tokens == ended.usage.output_tokens
+        assert {record.event.subject for record in records.records} == {"globex"}
+        asked = metering_pb2.QueryUsageRequest(filter=metering_pb2.UsageFilter(tenant="acme"))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await bill.QueryUsage(asked, metadata=key(mesh, "globex"), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED

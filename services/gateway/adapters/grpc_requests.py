@@ -25,9 +25,13 @@ class GrpcCalls:
         self._clock = clock
         self._deadline_ms = deadline_ms
 
+    async def identified(self, context: Any) -> Caller:
+        """The authenticated caller, whatever its key is for. Raises Unauthenticated, Unavailable."""
+        return await self._identify(key_text(metadata_of(context)))
+
     async def caller(self, context: Any) -> Caller:
         """The authenticated caller, who may run models. Raises Unauthenticated, Forbidden, Unavailable."""
-        return allowed_to_infer(await self._identify(key_text(metadata_of(context))))
+        return allowed_to_infer(await self.identified(context))
 
     async def request(self, context: Any) -> RequestContext:
         """Who asks, under a fresh id, until when. Raises as `caller`, and InvalidInput."""
