@@ -143,7 +143,8 @@ async def test_a_load_that_hangs_ends_at_its_time_limit(
 async def test_a_killed_loader_leaves_no_half_written_weights(
     loader: LoaderProcess, redis_url: str, tmp_path: Path
 ) -> None:
-    """Invariant 10: killed while it stages, there is no final name; the next process cleans up and stages again."""
+    """Invariant 10: killed while it stages, nothing half-written has its final name; the next process stages it whole
+    and leaves nothing behind."""
     folder = knob_model(tmp_path / "m")
     with (folder / "1" / "padding.bin").open("wb") as padding:
         for _ in range(600):
@@ -153,19 +154,28 @@ async def test_a_killed_loader_leaves_no_half_written_weights(
     await put_catalogue(redis_url, [model])
     async with loader:
         loading = asyncio.create_task(loader.load(model))
-        incoming, weights = loader.cache / "incoming", loader.cache / "weights"
-        async with asyncio.timeout(10):
-            while not any(incoming.rglob("padding.bin")):  # noqa: ASYNC110 - another process makes it
-                await asyncio.sleep(0.005)
+        incoming, weights, files = (loader.cache / name for name in ("incoming", "weights", "files"))
+        async with asyncio.timeout(30):
+            while not any(_size(part) > 32 * 1024 * 1024 for part in incoming.glob("*.part")):  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.002)
         await loader.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await loading
         assert list(weights.iterdir()) == []
-        assert len(list(incoming.iterdir())) == 1
+        assert all(_size(path) < 600 * 1024 * 1024 for path in files.rglob("*"))
         await loader.start()
+        assert tier(await loader.state(), vocabulary_pb2.TIER_DISK).resident == 0
+        assert (await loader.load(model))[-1].state == READY
+        assert len(list(weights.iterdir())) == 1
         assert list(incoming.iterdir()) == []
-        state = await loader.state()
-        assert tier(state, vocabulary_pb2.TIER_DISK).resident == 0
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file that another process may just be moving away."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 async def test_a_restarted_loader_adopts_what_triton_has(loader: LoaderProcess, redis_url: str, tmp_path: Path) -> None:
