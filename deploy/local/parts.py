@@ -206,7 +206,6 @@ class _ServiceMaker:
 
     def node(self, node_id: str, number: int, triton: TritonPorts) -> Iterator[Part]:
         """Triton, kvstore and loader of one node."""
-        triton = TritonPorts(*free_ports(3))
         kvstore_port, loader_port = free_ports(2)
         engine = triton_program(
             f"triton-{number}",

@@ -42,6 +42,13 @@ class Asker:
             if each["model"] == MODEL and each["state"] == "ready"
         }
 
+    async def make_room(self, node: str) -> None:
+        """Take everything else off a node: an operator's load evicts nothing by itself."""
+        for found in (await self._admin("GET", "/nodes", None))["nodes"]:
+            names = {each["model"] for each in found["instances"] if each["state"] == "ready"} - {MODEL}
+            for name in sorted(names) if found["node_id"] == node else ():
+                await self._admin("POST", f"/models/{name}/unload", {"node": node})
+
     async def until_ready_on(self, nodes: set[str]) -> None:
         """Wait for exactly these."""
         async with asyncio.timeout(60):
@@ -80,9 +87,11 @@ async def test_a_prompt_follows_its_prefix(mesh: Mesh) -> None:
             await bus.subscribe(subjects.usage("acme"), asker.on_usage)
             for node in await asker.ready_nodes() - {"node-2"}:
                 await asker.by_hand("unload", node)
+            await asker.make_room("node-2")
             await asker.by_hand("load", "node-2")
             await asker.until_ready_on({"node-2"})
             assert await asker.ask(LONG) == ("node-2", 0)
+            await asker.make_room("node-1")
             await asker.by_hand("load", "node-1")
             await asker.until_ready_on({"node-1", "node-2"})
             found = [await asker.ask(LONG + f"and number {number}") for number in range(4)]
