@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 import httpx
 import yaml
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import ConsumerConfig, DeliverPolicy
 from rich.console import Console
 from rich.table import Table
@@ -198,13 +199,15 @@ class _Books:
             subscription = await bus.jetstream.subscribe(
                 subjects.BILLING_RECORDS, stream=subjects.BILLING_STREAM, ordered_consumer=True, config=config
             )
-            left = (await subscription.consumer_info()).num_pending or 0
-            left += subscription.pending_msgs
-            records = []
-            while left:
-                message = await subscription.next_msg(10)
+            records: list[RatedRecord] = []
+            more = True
+            while more:
+                try:
+                    message = await subscription.next_msg(10 if records else 5)
+                except NatsTimeoutError:
+                    break  # nothing was billed yet
                 records.append(RatedRecord.FromString(message.data))
-                left = message.metadata.num_pending
+                more = message.metadata.num_pending > 0
             return records
         finally:
             await bus.close()
