@@ -15,6 +15,7 @@ from shutil import disk_usage
 
 from deploy.local.child import Command
 from deploy.local.home import Home
+from deploy.local.overrides import Override, chosen_for
 from deploy.local.ports import free_ports
 from deploy.local.probes import first_reason, http_probe, listening_probe
 from deploy.local.server import Probe, Program
@@ -79,6 +80,7 @@ class ClusterOptions:
     metering_replicas: int = 1
     ledger_url: str = ""  # empty = SQLite in the cluster's folder
     profile: Profile = Profile.MIXED
+    overrides: tuple[Override, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class _ServiceMaker:
             "LOG_LEVEL": self._options.log_level,
             "DRAIN_SECONDS": str(self._options.drain_seconds),
             **settings,
+            **chosen_for(service, self._options.overrides),
         }
         environment = {
             "PYTHONUNBUFFERED": "1",

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from deploy.local.home import ClusterProblem, Home
+from deploy.local.overrides import Override, parse_override
 from deploy.local.parts import ClusterOptions, Profile
 from deploy.local.sizes import parse_bytes, show_bytes
 from roundhouse.cli.cluster_end import end_cluster
@@ -53,6 +54,12 @@ def up(
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 = any.")] = 8080,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC API; 0 = any.")] = 8081,
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the admin API; 0 = any.")] = 8082,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SERVICE.NAME=VALUE", help="A setting of a service, such as metering.log_level=debug."
+        ),
+    ] = None,
     data_dir: DataDir = None,
     report_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -64,6 +71,7 @@ def up(
         grpc_port=grpc_port,
         admin_port=admin_port,
         profile=profile,
+        overrides=_overrides(settings or []),
     )
     if profile is Profile.DISAGGREGATED and nodes < 2:
         raise give_up("the disaggregated profile needs two nodes or more: one for prompts, one that decodes")
@@ -91,6 +99,13 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device-bytes") from error
+
+
+def _overrides(texts: list[str]) -> tuple[Override, ...]:
+    try:
+        return tuple(parse_override(text) for text in texts)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
 
 
 def _up_detached(home: Home) -> int:
