@@ -36,17 +36,21 @@ def apply(
     base_dir: Annotated[
         Path | None, typer.Option("--base-dir", help="What paths are relative to, as the gateways see it.")
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="On a terminal: do not ask before anything is removed.")] = False,
     output: Output = Format.TABLE,
     admin_url: AdminUrl = "",
     admin_key: AdminKey = "",
 ) -> None:
-    """Put a declaration in force: all of it, or nothing."""
+    """Put a declaration in force: all of it, or nothing. What is not in it is removed; on a terminal it asks first."""
     with refusals_told():
         text = _read(file)
         folder = base_dir or (Path.cwd() if str(file) == "-" else file.absolute().parent)
         api = open_api(admin_url, admin_key)
+        declaration = {"text": text, "file_name": str(file), "base_dir": str(folder)}
         try:
-            applied = api.post("/catalogue", text=text, file_name=str(file), base_dir=str(folder), dry_run=dry_run)
+            if not (dry_run or yes) and str(file) != "-" and sys.stdin.isatty():
+                _ask_before_removing(api.post("/catalogue", **declaration, dry_run=True))
+            applied = api.post("/catalogue", **declaration, dry_run=dry_run)
         except Refused as refused:
             if "problems" in refused.body:
                 _show_problems(refused.body["problems"])
@@ -87,6 +91,13 @@ def _read(file: Path) -> str:
         raise Refused(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise Refused(f"{file} is not UTF-8 text") from error
+
+
+def _ask_before_removing(planned: dict[str, Any]) -> None:
+    removed = sum(change["action"] == "removed" for change in planned["changes"])
+    if removed:
+        _show_applied(planned)
+        typer.confirm(f"Remove {removed} that the file does not have?", abort=True, err=True)
 
 
 def _show_problems(problems: list[dict[str, Any]]) -> None:

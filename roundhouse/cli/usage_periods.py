@@ -44,7 +44,7 @@ def periods(output: Output = Format.TABLE, admin_url: AdminUrl = "", admin_key: 
         rows = [
             [*(item[name] for name in columns), *(total[name] for name in TOTALS)]
             for item in found
-            for total in item["totals"]
+            for total in item["totals"] or [dict.fromkeys(TOTALS, "-")]  # a month without usage has no currency
         ]
         show_table((*columns, *TOTALS), rows)
 

@@ -31,7 +31,8 @@ def reconcile(
         if as_json or output is not Format.TABLE:
             show_data(found, Format.JSON if as_json else output)
         else:
-            show_table(COLUMNS, [[each[column] for column in COLUMNS] for each in found["differences"]])
+            if found["differences"]:
+                show_table(COLUMNS, [[each[column] for column in COLUMNS] for each in found["differences"]])
             checked = ", ".join(f"{count} {what}" for what, count in sorted(found["checked"].items())) or "nothing"
             tell(f"{found['from']} to {found['to']}: {checked}; {len(found['differences'])} differences")
         if found["differences"]:

@@ -87,6 +87,10 @@ class Ledger(Protocol):
         """Totals, as of one instant."""
         ...
 
+    async def erased(self, tenants: Collection[str]) -> frozenset[str]:
+        """Those of `tenants` that were erased, and those that are pseudonyms of erased ones."""
+        ...
+
     async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
         """Events put aside and not replayed yet, oldest first."""
         ...

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from hashlib import sha256
@@ -12,6 +12,7 @@ from hashlib import sha256
 from msgspec import structs
 
 from roundhouse.errors import Unavailable
+from services.metering.domain.forgetting import is_pseudonym
 from services.metering.domain.ledger import Books, Candidate, LedgerRow, RawEvent, Rejected, Result, plan_batch
 from services.metering.domain.periods import day_start_ms, hour_start_ms
 from services.metering.domain.queries import (
@@ -134,6 +135,11 @@ class FakeLedger:
             sequence=len(self._rows),
             published_sequence=self._published,
         )
+
+    async def erased(self, tenants: Collection[str]) -> frozenset[str]:
+        """See `Ledger.erased`: nobody is erased here; pseudonyms are known by their look."""
+        self._answer()
+        return frozenset(filter(is_pseudonym, tenants))
 
     async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
         """See `Ledger.quarantined`."""

@@ -17,7 +17,7 @@ from services.metering.adapters.schema_accounts import HOUR_SUMS, closed_periods
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_ledger import lock_head
 from services.metering.adapters.sql_rollup import fold
-from services.metering.domain.forgetting import PSEUDONYM_MARK
+from services.metering.domain.forgetting import PSEUDONYM_MARK, is_pseudonym
 from services.metering.domain.periods import DAY_MS, month_start_ms, month_text, next_month_ms
 from services.metering.domain.statements import ClosedPeriod, Closing, Line, Statement, Sums, document_of
 
@@ -120,7 +120,7 @@ def _named(connection: Connection, found: Sequence[tuple[str, Sums]]) -> list[tu
 
 def pseudonym_of(connection: Connection, tenant_id: str) -> str:
     """A tenant's pseudonym, made if it has none; the name itself if it is one already. Call it with the head locked."""
-    if tenant_id.startswith(PSEUDONYM_MARK):
+    if is_pseudonym(tenant_id):
         return tenant_id
     known = select(tenant_pseudonyms.c.pseudonym).where(tenant_pseudonyms.c.tenant_id == tenant_id)
     pseudonym: str | None = connection.execute(known).scalar_one_or_none()

@@ -5,7 +5,7 @@ Writes go through one thread and one transaction each, which locks the head firs
 behind the decision (invariant 14). Queries are in `sql_queries`. Decision: docs/decisions/0070-ledger.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 
 from msgspec.structs import replace
@@ -15,10 +15,11 @@ from services.metering.adapters import sql_queries
 from services.metering.adapters.bulk_insert import insert_rows
 from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import ONLY_ROW, billing_outbox, ledger_head, quarantine, usage_rows
+from services.metering.adapters.schema_accounts import erased_tenants
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_forgotten import read_forgotten
 from services.metering.adapters.sql_rollup import fold
-from services.metering.domain.forgetting import PSEUDONYM_MARK, Forgotten
+from services.metering.domain.forgetting import PSEUDONYM_MARK, Forgotten, is_pseudonym, tenant_hash
 from services.metering.domain.ledger import (
     BatchPlan,
     Books,
@@ -130,6 +131,15 @@ class SqlLedger:
     async def reconcile(self, where: UsageFilter) -> Reconciliation:
         """See `Ledger.reconcile`."""
         return await self.database.read("reconcile", lambda connection: sql_queries.reconcile(connection, where))
+
+    async def erased(self, tenants: Collection[str]) -> frozenset[str]:
+        """See `Ledger.erased`."""
+        hashes = {tenant_hash(name): name for name in tenants}
+        if not hashes:
+            return frozenset()
+        asked = select(erased_tenants.c.tenant_hash).where(erased_tenants.c.tenant_hash.in_(hashes))
+        found: Sequence[str] = await self.database.read("erased", lambda each: each.execute(asked).scalars().all())
+        return frozenset(hashes[each] for each in found) | frozenset(filter(is_pseudonym, tenants))
 
     async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
         """See `Ledger.quarantined`."""

@@ -6,7 +6,7 @@ from services.metering.adapters.row_mapping import READ, ledger_row
 from services.metering.adapters.schema import usage_rows
 from services.metering.adapters.sql_database import SqlDatabase
 from services.metering.adapters.sql_ledger import lock_head, write_plan
-from services.metering.domain.forgetting import PSEUDONYM_MARK
+from services.metering.domain.forgetting import is_pseudonym
 from services.metering.domain.ledger import Books, LedgerRow, plan_rerating
 from services.metering.domain.prices import PriceBook
 from services.metering.domain.rating import Rating, rate
@@ -27,7 +27,7 @@ class SqlRerating:
 def _rerate(connection: Connection, page: RatingPage, book: PriceBook, now_ms: int) -> Rerated:
     head = connection.execute(lock_head).one()
     found = _rows(connection, page)
-    anew = [(row, _rating(row, book)) for row in found if not row.facts.tenant_id.startswith(PSEUDONYM_MARK)]
+    anew = [(row, _rating(row, book)) for row in found if not is_pseudonym(row.facts.tenant_id)]
     changes = tuple((row.rating, rating) for row, rating in anew if rating != row.rating)
     if changes and not page.dry_run:
         write_plan(connection, plan_rerating(anew, Books(head.sequence, head.open_from_ms), now_ms=now_ms), now_ms)

@@ -32,6 +32,11 @@ def pseudonymised(facts: UsageFacts, pseudonym: str) -> UsageFacts:
     return replace(facts, tenant_id=pseudonym, key_id="", adapter=adapter, adapter_digest="")
 
 
+def is_pseudonym(tenant_id: str) -> bool:
+    """Whether this stands for an erased tenant."""
+    return tenant_id.startswith(PSEUDONYM_MARK)
+
+
 @dataclass(frozen=True, slots=True)
 class Forgotten:
     """As of `changes`, the ledger's count of erasures and removals."""

@@ -2,7 +2,8 @@
 
 Pure. Everything is joined by request; a request belongs to the window in which its last entry lies. What one book says
 and another does not is a difference, told with the request's id (invariant 13). A gateway's event counts before a
-scheduler's of the same attempt, as in the ledger.
+scheduler's of the same attempt, as in the ledger. An erased tenant's requests are counted and not compared: its rows
+bear a pseudonym, and what the other books held of them was removed.
 """
 
 from collections import defaultdict
@@ -99,6 +100,7 @@ class Evidence(Struct, frozen=True):
     recorded: Sequence[Recorded]
     billed: Sequence[Billed]
     published_sequence: int  # rows beyond it are not due in the billing stream yet
+    erased: frozenset[str] = frozenset()  # tenants whose messages and settlements were removed on purpose
 
 
 class Difference(Struct, frozen=True):
@@ -140,9 +142,11 @@ def compare(evidence: Evidence, from_ms: int, to_ms: int) -> Comparison:
     differences = [
         Difference(kind, key.request_id, key.tenant_id, detail)
         for key, request in sorted(inside.items())
+        if key.tenant_id not in evidence.erased
         for kind, detail in _differences(request, evidence.published_sequence)
     ]
-    return Comparison(from_ms, to_ms, _checked(inside.values()), differences)
+    erased = sum(key.tenant_id in evidence.erased for key in inside)
+    return Comparison(from_ms, to_ms, _checked(inside.values()) | ({"erased": erased} if erased else {}), differences)
 
 
 def _join(evidence: Evidence) -> dict[RequestKey, _Request]:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,21 @@ class Desk:
 
     async def run(self, *words: str, key: str = ROOT, stdin: str = "") -> Ran:
         """One command, in a process of its own, with its address and key in the environment."""
+        process = await self._start(words, key, asyncio.subprocess.PIPE)
+        out, err = await process.communicate(stdin.encode())
+        return Ran(process.returncode or 0, out.decode(), err.decode())
+
+    async def run_on_a_terminal(self, *words: str, answer: str) -> Ran:
+        """The same, and somebody types `answer`."""
+        keyboard, terminal = os.openpty()
+        os.write(keyboard, answer.encode())
+        process = await self._start(words, ROOT, terminal)
+        os.close(terminal)
+        out, err = await process.communicate()
+        os.close(keyboard)
+        return Ran(process.returncode or 0, out.decode(), err.decode())
+
+    async def _start(self, words: Sequence[str], key: str, stdin: int) -> asyncio.subprocess.Process:
         environment = {
             **os.environ,
             "ROUNDHOUSE_ADMIN_URL": f"http://127.0.0.1:{self.gateway.addresses.admin}",
@@ -43,9 +58,7 @@ class Desk:
         }
         pipe = asyncio.subprocess.PIPE
         program = [sys.executable, "-m", "roundhouse.cli.app", *words]
-        process = await asyncio.create_subprocess_exec(*program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
-        out, err = await process.communicate(stdin.encode())
-        return Ran(process.returncode or 0, out.decode(), err.decode())
+        return await asyncio.create_subprocess_exec(*program, env=environment, stdin=stdin, stdout=pipe, stderr=pipe)
 
 
 @pytest.fixture
@@ -124,6 +137,19 @@ async def test_a_declaration_is_checked_applied_and_shown(desk: Desk, tmp_path: 
     assert (done.code, "generation 1" in done.out) == (0, True)
     again = await desk.run("apply", "-f", str(file))
     assert "unchanged" in again.out
+
+
+async def test_on_a_terminal_it_asks_before_it_removes(desk: Desk, tmp_path: Path) -> None:
+    """A file without a tenant that there is would take it away: told, and nothing is done without a yes."""
+    file = write_models(tmp_path) / "catalogue.yaml"
+    file.write_text(GOOD)
+    assert (await desk.run_on_a_terminal("apply", "-f", str(file), answer="")).code == 0, "it only adds: no question"
+    file.write_text(GOOD.replace("  - name: globex\n", ""))
+    refused = await desk.run_on_a_terminal("apply", "-f", str(file), answer="n\n")
+    assert (refused.code, "Remove 1 that the file does not have?" in refused.err) == (1, True)
+    assert "would become generation 2" in refused.out
+    done = await desk.run_on_a_terminal("apply", "-f", str(file), answer="y\n")
+    assert (done.code, "\ngeneration 2: 0 added, 0 changed, 1 removed" in done.out) == (0, True)
 
 
 async def test_what_there_is_is_shown(desk: Desk) -> None:

@@ -77,6 +77,7 @@ async def test_an_erased_tenant_is_nowhere_and_its_sums_are_where_they_were(ledg
     forgetting = SqlForgetting(ledger.database)
     erased = await forgetting.erase("secret-corp", now_ms=NOW_MS)
     assert erased.rows == 3
+    assert await ledger.erased({"secret-corp", erased.pseudonym, "t1"}) == {"secret-corp", erased.pseudonym}
     assert await names_in(ledger, "secret-corp") == []
     assert await ledger.groups(UsageFilter(), (Dimension.MODEL, Dimension.HOUR), after=None, limit=9) == before
     assert differences(closed, await accounts.sums(JANUARY_MS)) == []
