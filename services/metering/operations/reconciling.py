@@ -77,7 +77,8 @@ class Reconciler:
         billed = await self._sources.billed(*wide)
         tenants = {each.key.tenant_id for each in recorded} | {each.key.tenant_id for each in emitted}
         settlements = await self._sources.settlements(tenants, *wide)
-        erased = await self._ledger.erased(tenants | {each.key.tenant_id for each in billed})
+        elsewhere = {each.key.tenant_id for book in (billed, settlements) for each in book}
+        erased = await self._ledger.erased(tenants | elsewhere)
         return compare(Evidence(settlements, emitted, recorded, billed, published, erased), from_ms, to_ms)
 
     async def _rows(self, from_ms: int, to_ms: int) -> Sequence[Recorded]:

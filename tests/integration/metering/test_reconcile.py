@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from roundhouse import subjects
 from roundhouse.event_bus import NatsBus
 from roundhouse.redis_edge import open_redis
@@ -65,6 +67,10 @@ async def test_injected_differences_are_reported_exactly(
         ("no_row", "lost-row"),
         ("no_settlement", "lost-settlement"),
     ]
+
+    erased = httpx.post(f"http://127.0.0.1:{metering.http_port}/v1/tenants/t1/erase", timeout=10).json()
+    assert erased["rows"] == 11, erased
+    assert await asyncio.to_thread(found, metering, since_ms) == [], "what was removed on purpose is not missed"
 
 
 def rows(metering: MeteringProcess) -> int:
