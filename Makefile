@@ -14,7 +14,7 @@ ARGS ?=
 VLLM_INDEX ?= https://download.pytorch.org/whl/cpu
 PROFILE ?=
 
-.PHONY: help up down demo test test-vllm check format bench proto lock compose-up compose-down compose-test clean
+.PHONY: help up down demo test test-nixl test-vllm check format bench proto lock compose-up compose-down compose-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,14 @@ demo: $(STAMP) ## a tour on a fresh mesh: cold start, adapter, loud and quiet te
 
 test: $(STAMP) ## all tests, with real NATS, Valkey and Triton on free ports (ARGS="tests/unit -k …")
 	@$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-nixl: $(STAMP) ## blocks between nodes over the real NIXL, in an environment of its own (CPU, without torch)
+	@if [ ! -x .venv-nixl/bin/python ]; then
+	  $(PYTHON) -m venv .venv-nixl
+	  .venv-nixl/bin/python -m pip install -q --disable-pip-version-check -r requirements.lock
+	  .venv-nixl/bin/python -m pip install -q --disable-pip-version-check --no-deps -e . "nixl-cu12>=1.5,<2"
+	fi
+	.venv-nixl/bin/python -m pytest tests/contract/test_peer_transport.py tests/integration/kvstore/test_peers.py $(ARGS)
 
 test-vllm: $(STAMP) ## vLLM's KV connector on vLLM's CPU build, in an environment of its own (VLLM_INDEX=… for its torch)
 	@if [ ! -x .venv-vllm/bin/python ]; then

@@ -20,10 +20,12 @@ from roundhouse.event_bus import EventBus, NatsBus
 from roundhouse.grpc_edge import GrpcServer
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_ops
-from roundhouse.wire.v1 import kv_pb2_grpc
+from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 from services.kvstore.adapters.grpc_peers import GrpcPeers
 from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer, NodeParts
 from services.kvstore.adapters.metrics import Counts, table_metrics
+from services.kvstore.adapters.nixl_agent import NixlAgent
+from services.kvstore.adapters.nixl_peers import NixlPeers
 from services.kvstore.adapters.segment_files import SegmentFiles
 from services.kvstore.adapters.segment_header import PAGE
 from services.kvstore.adapters.shm_arena import shm_arena
@@ -38,7 +40,7 @@ from services.kvstore.operations.fetch_blocks import PeerTier
 from services.kvstore.operations.follow_peers import PeerFollower
 from services.kvstore.operations.send_blocks import PeerService
 from services.kvstore.operations.serve_blocks import BlockService
-from services.kvstore.ports import BlockArena, DiskFault
+from services.kvstore.ports import BlockArena, DiskFault, PeerTransport
 from services.kvstore.settings import KvStoreSettings
 
 log = structlog.get_logger(__name__)
@@ -100,6 +102,18 @@ async def _open_disk(
     return disk
 
 
+def _peer_transport(
+    stack: AsyncExitStack, settings: KvStoreSettings, arena: BlockArena, incarnation: str
+) -> tuple[PeerTransport, kv_pb2.TransferSource]:
+    """How blocks come from other nodes, and how others get at ours. Raises Unavailable if NIXL is not installed."""
+    plain = GrpcPeers()
+    if settings.peer_transport == "grpc":
+        return plain, kv_pb2.TransferSource()
+    agent = NixlAgent(settings.peer_transport, f"{settings.node_id}/{incarnation}")
+    stack.callback(agent.close)
+    return NixlPeers(agent, plain), agent.offer(arena, incarnation)
+
+
 def _disk_key(path: str) -> bytes:
     """The cluster's key. Raises Unavailable: without it nothing may be written in the clear instead."""
     try:
@@ -119,7 +133,8 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
             arena = await asyncio.to_thread(stack.enter_context, maker)
             table = BlockTable(SlotArena(settings.arena_bytes, settings.slot_bytes), incarnation)
             disk = await _open_disk(stack, settings, table, arena, now)
-            directory, transport = PeerDirectory(settings.node_id), GrpcPeers()
+            directory = PeerDirectory(settings.node_id)
+            transport, source = _peer_transport(stack, settings, arena, incarnation)
             stack.push_async_callback(transport.close)
             fetches = PeerTier(table, arena, transport, directory, now)
             stack.push_async_callback(fetches.close)
@@ -130,7 +145,7 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
 
             server = GrpcServer()
             announcer = ChangeAnnouncer(settings.node_id, incarnation)
-            parts = NodeParts(service, peers, arena, announcer, settings.slot_bytes, incarnation)
+            parts = NodeParts(service, peers, arena, announcer, settings.slot_bytes, incarnation, source)
             servicer = KvStoreServicer(parts)
             kv_pb2_grpc.add_KvStoreServicer_to_server(servicer, server.server)
             port = await server.start(settings.bind_host, settings.grpc_port, [SERVICE_NAME])

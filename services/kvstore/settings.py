@@ -1,5 +1,7 @@
 """What a kvstore needs to know of its node. Read once, at start, from the environment."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from roundhouse.environment import ServiceSettings
@@ -22,6 +24,10 @@ class KvStoreSettings(ServiceSettings):
     disk_bytes: int = Field(default=1024 * MIB, gt=0, description="bound of the blocks on disk, bytes")
     disk_segment_bytes: int = Field(default=64 * MIB, gt=0, description="size of one segment file, bytes")
     disk_salt_bytes: int = Field(default=0, ge=0, description="bound on disk of one tenant, bytes; 0 = none")
+
+    peer_transport: Literal["grpc", "nixl-ucx", "nixl-posix"] = Field(
+        default="grpc", description="how blocks come from other nodes; both ends must say the same, else it is grpc"
+    )
 
     disk_key_file: str = Field(
         default="", description="file with 64 hexadecimal digits: blocks on disk are encrypted; empty = they are not"

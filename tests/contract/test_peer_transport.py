@@ -1,24 +1,29 @@
 """What every way to another node does: over gRPC to a real servicer, and the fake of the tests."""
 
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
 import xxhash
 
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
-from services.kvstore.adapters import grpc_servicer
+from services.kvstore.adapters import grpc_servicer, nixl_agent
 from services.kvstore.adapters.grpc_peers import GrpcPeers
 from services.kvstore.adapters.grpc_servicer import KvStoreServicer, NodeParts
+from services.kvstore.adapters.nixl_agent import NixlAgent
+from services.kvstore.adapters.nixl_peers import NixlPeers
+from services.kvstore.adapters.shm_arena import shm_arena
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.records import Reserved
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
 from services.kvstore.operations.send_blocks import PeerService
 from services.kvstore.operations.serve_blocks import BlockService
-from services.kvstore.ports import BlockHead, PeerFault, PeerKeys, PeerRequest, PeerTransport
+from services.kvstore.ports import BlockArena, BlockHead, PeerFault, PeerKeys, PeerRequest, PeerTransport
 from tests.builders.kv_blocks import HOLDER, MODEL, OTHER_SALT, SALT, new_blocks
 from tests.fakes.block_arena import FakeArena
 from tests.fakes.clock import ManualClock
@@ -55,7 +60,48 @@ class Basket:
 @asynccontextmanager
 async def grpc_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
     """A real server with the 4 blocks."""
-    arena, clock = FakeArena(8 * 8_192), ManualClock()
+    async with serving(FakeArena(8 * 8_192)) as address:
+        transport = GrpcPeers()
+        yield transport, address
+        await transport.close()
+
+
+@asynccontextmanager
+async def old_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
+    """The same server, which knows nothing of NIXL, asked by a node that does."""
+    agent = nixl("nixl-ucx", "near")
+    async with serving(FakeArena(8 * 8_192)) as address:
+        transport = NixlPeers(agent, GrpcPeers())
+        yield transport, address
+        await transport.close()
+    agent.close()
+
+
+@asynccontextmanager
+async def nixl_peer(kind: str) -> AsyncIterator[tuple[PeerTransport, str]]:
+    """A real server and two NIXL agents, one at each end."""
+    near, far = nixl(kind, "near"), nixl(kind, "far")
+    with tempfile.TemporaryDirectory() as folder, shm_arena(f"{folder}/arena", 8 * 8_192) as arena:
+        async with serving(arena, far.offer(arena, "run")) as address:
+            transport = NixlPeers(near, GrpcPeers())
+            yield transport, address
+            assert transport.asked_plainly() == frozenset()
+            await transport.close()
+        near.close()
+        far.close()
+
+
+def nixl(kind: str, name: str) -> NixlAgent:
+    """An agent, if NIXL is installed."""
+    if not nixl_agent.is_installed():
+        pytest.skip("NIXL is not installed: make test-nixl")
+    return NixlAgent(kind, name)
+
+
+@asynccontextmanager
+async def serving(arena: BlockArena, source: kv_pb2.TransferSource | None = None) -> AsyncIterator[str]:
+    """A real server with the 4 blocks; its address."""
+    clock = ManualClock()
     table = BlockTable(SlotArena(8 * 8_192, 8_192, 8_192), "run")
     service = BlockService(table, arena, clock)
     reserved = service.reserve(new_blocks(KEYS, length=LENGTH), HOLDER)
@@ -63,16 +109,15 @@ async def grpc_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
     for place in reserved.slots:
         arena.view(place.offset, LENGTH)[:] = CONTENT[place.key]
     await service.commit(reserved.lease_id, {key: xxhash.xxh3_64_intdigest(CONTENT[key]) for key in KEYS})
-    parts = NodeParts(service, PeerService(table, service, clock), arena, ChangeAnnouncer("n1", "run"), 8_192, "run")
+    announcer, source = ChangeAnnouncer("n1", "run"), source or kv_pb2.TransferSource()
+    parts = NodeParts(service, PeerService(table, service, clock), arena, announcer, 8_192, "run", source)
     server = grpc.aio.server()
     kv_pb2_grpc.add_KvStoreServicer_to_server(KvStoreServicer(parts), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    transport = GrpcPeers()
     try:
-        yield transport, f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}"
     finally:
-        await transport.close()
         await server.stop(None)
 
 
@@ -84,7 +129,16 @@ async def fake_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
     yield transport, "peer"
 
 
-@pytest.fixture(params=[grpc_peer, fake_peer], ids=["grpc", "fake"])
+PEERS: dict[str, Callable[[], AbstractAsyncContextManager[tuple[PeerTransport, str]]]] = {
+    "grpc": grpc_peer,
+    "fake": fake_peer,
+    "nixl-ucx": partial(nixl_peer, "nixl-ucx"),
+    "nixl-posix": partial(nixl_peer, "nixl-posix"),
+    "nixl asks grpc": old_peer,
+}
+
+
+@pytest.fixture(params=list(PEERS.values()), ids=list(PEERS))
 async def peer(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[PeerTransport, str]]:

@@ -706,6 +706,150 @@ class FetchPiece(_message.Message):
 Global___FetchPiece: _TypeAlias = FetchPiece  # noqa: Y015
 
 @_typing.final
+class LendRequest(_message.Message):
+    """The first message says what is wanted; each further one that the run before has been read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCH_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BYTES_MAX_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """see TransferSource"""
+    bytes_max: _builtins.int
+    """of one run, but at least one block"""
+    @_builtins.property
+    def fetch(self) -> Global___FetchRequest: ...
+    def __init__(
+        self,
+        *,
+        fetch: Global___FetchRequest | None = ...,
+        kind: _builtins.str = ...,
+        bytes_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "fetch", b"fetch", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendRequest: _TypeAlias = LendRequest  # noqa: Y015
+
+@_typing.final
+class LentBlocks(_message.Message):
+    """A run of blocks, each where it lies in the arena. The reader compares its copy with `checksum`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """of the arena"""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LentBlock]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        blocks: _abc.Iterable[Global___LentBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LentBlocks: _TypeAlias = LentBlocks  # noqa: Y015
+
+@_typing.final
+class LentBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    offset: _builtins.int
+    """from the start of the arena"""
+    length: _builtins.int
+    checksum: _builtins.int
+    """xxh3_64 of the block, by its first writer"""
+    model_digest: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+        model_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "key", b"key", "length", b"length", "model_digest", b"model_digest", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LentBlock: _TypeAlias = LentBlock  # noqa: Y015
+
+@_typing.final
+class DescribeTransferRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTransferRequest: _TypeAlias = DescribeTransferRequest  # noqa: Y015
+
+@_typing.final
+class TransferSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"nixl-ucx" or "nixl-posix" """
+    incarnation: _builtins.str
+    """of the arena"""
+    agent_metadata: _builtins.bytes
+    """what a NIXL agent needs to reach this one"""
+    address: _builtins.int
+    """of the arena in the memory of this process"""
+    bytes: _builtins.int
+    """its size"""
+    path: _builtins.str
+    """its file"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        agent_metadata: _builtins.bytes = ...,
+        address: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent_metadata", b"agent_metadata", "bytes", b"bytes", "incarnation", b"incarnation", "kind", b"kind", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferSource: _TypeAlias = TransferSource  # noqa: Y015
+
+@_typing.final
 class SnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

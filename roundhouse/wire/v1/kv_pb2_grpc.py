@@ -74,6 +74,16 @@ class KvStoreStub:
                 request_serializer=roundhouse_dot_v1_dot_kv__pb2.FetchRequest.SerializeToString,
                 response_deserializer=roundhouse_dot_v1_dot_kv__pb2.FetchPiece.FromString,
                 _registered_method=True)
+        self.Lend = channel.stream_stream(
+                '/roundhouse.v1.KvStore/Lend',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.LendRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.LentBlocks.FromString,
+                _registered_method=True)
+        self.DescribeTransfer = channel.unary_unary(
+                '/roundhouse.v1.KvStore/DescribeTransfer',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.DescribeTransferRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.TransferSource.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_stream(
                 '/roundhouse.v1.KvStore/Snapshot',
                 request_serializer=roundhouse_dot_v1_dot_kv__pb2.SnapshotRequest.SerializeToString,
@@ -150,6 +160,21 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lend(self, request_iterator, context):
+        """As Fetch, for a caller that reads the bytes out of this node's arena by itself (NIXL): says where they lie, a run at a
+        time, leased until the caller asks for the next run. UNIMPLEMENTED if this node does not speak the caller's `kind`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeTransfer(self, request, context):
+        """How to reach this node's arena from outside. `kind` is empty if it cannot be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
         """Every key that can be found here, for a follower of BlockEvents that has lost some.
         """
@@ -214,6 +239,16 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=roundhouse_dot_v1_dot_kv__pb2.FetchRequest.FromString,
                     response_serializer=roundhouse_dot_v1_dot_kv__pb2.FetchPiece.SerializeToString,
+            ),
+            'Lend': grpc.stream_stream_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.LendRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.LentBlocks.SerializeToString,
+            ),
+            'DescribeTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTransfer,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.DescribeTransferRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.TransferSource.SerializeToString,
             ),
             'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
@@ -447,6 +482,60 @@ class KvStore:
             '/roundhouse.v1.KvStore/Fetch',
             roundhouse_dot_v1_dot_kv__pb2.FetchRequest.SerializeToString,
             roundhouse_dot_v1_dot_kv__pb2.FetchPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/roundhouse.v1.KvStore/Lend',
+            roundhouse_dot_v1_dot_kv__pb2.LendRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.LentBlocks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/roundhouse.v1.KvStore/DescribeTransfer',
+            roundhouse_dot_v1_dot_kv__pb2.DescribeTransferRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.TransferSource.FromString,
             options,
             channel_credentials,
             insecure,

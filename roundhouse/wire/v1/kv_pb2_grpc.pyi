@@ -51,6 +51,12 @@ class KvStoreStub:
     """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
     and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
     """
+    Lend: _grpc.StreamStreamMultiCallable[_kv_pb2.LendRequest, _kv_pb2.LentBlocks]
+    """As Fetch, for a caller that reads the bytes out of this node's arena by itself (NIXL): says where they lie, a run at a
+    time, leased until the caller asks for the next run. UNIMPLEMENTED if this node does not speak the caller's `kind`.
+    """
+    DescribeTransfer: _grpc.UnaryUnaryMultiCallable[_kv_pb2.DescribeTransferRequest, _kv_pb2.TransferSource]
+    """How to reach this node's arena from outside. `kind` is empty if it cannot be."""
     Snapshot: _grpc.UnaryStreamMultiCallable[_kv_pb2.SnapshotRequest, _kv_pb2.SnapshotPart]
     """Every key that can be found here, for a follower of BlockEvents that has lost some."""
     HoldPrefix: _grpc.UnaryUnaryMultiCallable[_kv_pb2.HoldPrefixRequest, _kv_pb2.HoldPrefixReply]
@@ -81,6 +87,12 @@ class KvStoreAsyncStub(KvStoreStub):
     """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
     and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
     """
+    Lend: _aio.StreamStreamMultiCallable[_kv_pb2.LendRequest, _kv_pb2.LentBlocks]  # type: ignore[assignment]
+    """As Fetch, for a caller that reads the bytes out of this node's arena by itself (NIXL): says where they lie, a run at a
+    time, leased until the caller asks for the next run. UNIMPLEMENTED if this node does not speak the caller's `kind`.
+    """
+    DescribeTransfer: _aio.UnaryUnaryMultiCallable[_kv_pb2.DescribeTransferRequest, _kv_pb2.TransferSource]  # type: ignore[assignment]
+    """How to reach this node's arena from outside. `kind` is empty if it cannot be."""
     Snapshot: _aio.UnaryStreamMultiCallable[_kv_pb2.SnapshotRequest, _kv_pb2.SnapshotPart]  # type: ignore[assignment]
     """Every key that can be found here, for a follower of BlockEvents that has lost some."""
     HoldPrefix: _aio.UnaryUnaryMultiCallable[_kv_pb2.HoldPrefixRequest, _kv_pb2.HoldPrefixReply]  # type: ignore[assignment]
@@ -156,6 +168,24 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         """Blocks of a chain for the kvstore of another node, in order, each with its checksum, in pieces. Sends what is stored
         and, for a hold, what becomes stored within `wait_ms`; ends without an error at the first block that is not here by then.
         """
+
+    @_abc_1.abstractmethod
+    def Lend(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_pb2.LendRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.LentBlocks], _abc.AsyncIterator[_kv_pb2.LentBlocks]]:
+        """As Fetch, for a caller that reads the bytes out of this node's arena by itself (NIXL): says where they lie, a run at a
+        time, leased until the caller asks for the next run. UNIMPLEMENTED if this node does not speak the caller's `kind`.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeTransfer(
+        self,
+        request: _kv_pb2.DescribeTransferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.TransferSource, _abc.Awaitable[_kv_pb2.TransferSource]]:
+        """How to reach this node's arena from outside. `kind` is empty if it cannot be."""
 
     @_abc_1.abstractmethod
     def Snapshot(

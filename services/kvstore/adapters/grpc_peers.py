@@ -22,15 +22,7 @@ class GrpcPeers:
 
     async def fetch(self, address: str, request: PeerRequest, landing: Landing, *, timeout_ms: int) -> None:
         """See `PeerTransport.fetch`."""
-        message = kv_pb2.FetchRequest(
-            salt=request.salt,
-            keys=request.keys,
-            skip=request.skip,
-            wait_ms=request.wait_ms,
-            shared=kv_pb2.SharedPrefix(salt=request.shared.salt, blocks=request.shared.blocks),
-            hold=request.hold,
-        )
-        call = self._stub(address).Fetch(message, timeout=timeout_ms / 1000)
+        call = self.stub(address).Fetch(fetch_message(request), timeout=timeout_ms / 1000)
         try:
             await _land(call, landing)
         except grpc.aio.AioRpcError as error:
@@ -40,7 +32,7 @@ class GrpcPeers:
 
     async def snapshot(self, address: str, key_bytes: int, *, timeout_ms: int) -> PeerKeys:
         """See `PeerTransport.snapshot`."""
-        call = self._stub(address).Snapshot(kv_pb2.SnapshotRequest(key_bytes=key_bytes), timeout=timeout_ms / 1000)
+        call = self.stub(address).Snapshot(kv_pb2.SnapshotRequest(key_bytes=key_bytes), timeout=timeout_ms / 1000)
         keys: set[bytes] = set()
         part = None
         try:
@@ -57,10 +49,23 @@ class GrpcPeers:
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
-    def _stub(self, address: str) -> "kv_pb2_grpc.KvStoreAsyncStub":
+    def stub(self, address: str) -> "kv_pb2_grpc.KvStoreAsyncStub":
+        """Calls to one peer; dials it once."""
         if address not in self._channels:
             self._channels[address] = open_channel(address)
         return kv_pb2_grpc.KvStoreStub(self._channels[address])
+
+
+def fetch_message(request: PeerRequest) -> kv_pb2.FetchRequest:
+    """A request on the wire."""
+    return kv_pb2.FetchRequest(
+        salt=request.salt,
+        keys=request.keys,
+        skip=request.skip,
+        wait_ms=request.wait_ms,
+        shared=kv_pb2.SharedPrefix(salt=request.shared.salt, blocks=request.shared.blocks),
+        hold=request.hold,
+    )
 
 
 async def _land(pieces: AsyncIterable[kv_pb2.FetchPiece], landing: Landing) -> None:

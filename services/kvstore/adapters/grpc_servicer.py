@@ -6,12 +6,15 @@ Invariant 16: keys and salts come in requests and never go into logs or errors.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import grpc
 
 from roundhouse.errors import InvalidInput
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 from services.kvstore.adapters.grpc_peers import PIECE_BYTES
+from services.kvstore.adapters.lending import lent_runs
 from services.kvstore.adapters.wire_checks import (
     KEYS_MAX,
     check_keys,
@@ -44,6 +47,7 @@ class NodeParts:
     announcer: ChangeAnnouncer
     slot_bytes: int
     incarnation: str
+    source: kv_pb2.TransferSource = field(default_factory=kv_pb2.TransferSource)
 
 
 class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
@@ -52,7 +56,7 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
     def __init__(self, parts: NodeParts) -> None:
         """`parts.incarnation` is new for each process."""
         self._service, self._peers, self._bytes = parts.service, parts.peers, parts.arena
-        self._announcer = parts.announcer
+        self._announcer, self._source = parts.announcer, parts.source
         self._arena = kv_pb2.Arena(
             path=parts.arena.path,
             bytes=parts.arena.nbytes,
@@ -150,10 +154,7 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
 
     async def Fetch(self, request: kv_pb2.FetchRequest, context: Any) -> AsyncIterator[kv_pb2.FetchPiece]:
         """Blocks in pieces. Raises InvalidInput."""
-        check_salt(request.salt)
-        keys = check_keys(request.keys, KEYS_MAX)
-        wanted = PeerRequest(request.salt, keys, request.skip, request.wait_ms, shared_of(request.shared), request.hold)
-        async with aclosing(self._peers.send(wanted)) as blocks:
+        async with aclosing(self._peers.send(_wanted(request))) as blocks:
             async for block in blocks:
                 place = block.place
                 for at in range(0, place.length, PIECE_BYTES):
@@ -163,6 +164,22 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
                         piece.key, piece.length, piece.checksum = place.key, place.length, place.checksum
                         piece.model_digest = block.model_digest
                     yield piece
+
+    async def Lend(self, requests: AsyncIterator[kv_pb2.LendRequest], context: Any) -> AsyncIterator[kv_pb2.LentBlocks]:
+        """Where blocks lie, for a peer that reads them by itself. Raises InvalidInput."""
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if not first.kind or first.kind != self._source.kind:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this node does not speak that kind of transfer")
+        runs = lent_runs(self._peers, _wanted(first.fetch), self._arena.incarnation, first.bytes_max, requests)
+        async with aclosing(runs):
+            async for run in runs:
+                yield run
+
+    async def DescribeTransfer(self, request: kv_pb2.DescribeTransferRequest, context: Any) -> kv_pb2.TransferSource:
+        """How the arena is reached from outside."""
+        return self._source
 
     async def Snapshot(self, request: kv_pb2.SnapshotRequest, context: Any) -> AsyncIterator[kv_pb2.SnapshotPart]:
         """All keys, in parts; an empty node sends one empty part. Raises InvalidInput."""
@@ -192,6 +209,13 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         """End a hold."""
         self._peers.release_hold(request.salt, request.handle)
         return kv_pb2.ReleaseHoldReply()
+
+
+def _wanted(request: kv_pb2.FetchRequest) -> PeerRequest:
+    """Raises InvalidInput."""
+    check_salt(request.salt)
+    keys = check_keys(request.keys, KEYS_MAX)
+    return PeerRequest(request.salt, keys, request.skip, request.wait_ms, shared_of(request.shared), request.hold)
 
 
 def _slots(places: Sequence[BlockPlace]) -> list[kv_pb2.BlockSlot]:

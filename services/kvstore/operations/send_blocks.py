@@ -7,6 +7,7 @@ counts as no use: the copy over there is the one that is used. Decision: docs/de
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from roundhouse.clock import Clock
@@ -29,6 +30,14 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
+class LentRun:
+    """Blocks of a chain one after the other, under one lease."""
+
+    lease_id: str
+    blocks: tuple[Outgoing, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendCounts:
     """Blocks given to peers since the start; chains held now."""
 
@@ -46,7 +55,16 @@ class PeerService:
         self._counts = SendCounts()
 
     async def send(self, request: PeerRequest) -> AsyncGenerator[Outgoing, None]:
-        """Blocks of a chain in order until one is not here within `wait_ms`; each is leased until the next is wanted.
+        """As `lend`, one block after the other; each is leased until the next is wanted."""
+        async with aclosing(self.lend(request)) as runs:
+            async for run in runs:
+                for block in run.blocks:
+                    if not self._table.is_open(run.lease_id):
+                        return
+                    yield block
+
+    async def lend(self, request: PeerRequest) -> AsyncGenerator[LentRun, None]:
+        """Runs of a chain in order until a block is not here within `wait_ms`; each is leased until the next is wanted.
 
         Only for a request with a hold, the result of a prefill, are blocks awaited that are not stored yet. The hold
         ends after the last block of the chain. Cancelled, every lease is given back."""
@@ -59,11 +77,10 @@ class PeerService:
             if not isinstance(outcome, Acquired):
                 return
             try:
-                for place in outcome.blocks[sent:]:
-                    if not self._table.is_open(outcome.lease_id):
-                        return
-                    yield Outgoing(place, self._table.model_digest(place.key))
-                    self._counts = replace(self._counts, sent=self._counts.sent + 1)
+                run = tuple(Outgoing(place, self._table.model_digest(place.key)) for place in outcome.blocks[sent:])
+                if run:
+                    yield LentRun(outcome.lease_id, run)
+                    self._counts = replace(self._counts, sent=self._counts.sent + len(run))
             finally:
                 self._table.release(outcome.lease_id, self._now())
             if len(outcome.blocks) <= sent:

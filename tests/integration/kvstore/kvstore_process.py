@@ -37,6 +37,7 @@ class KvStoreProcess:
         node_id: str = "node-1",
         disk_key_file: Path | str = "",
         file_bytes_max: int = 0,
+        peer_transport: str = "grpc",
     ):
         self.node_id = node_id
         self._file_bytes_max = file_bytes_max
@@ -55,6 +56,7 @@ class KvStoreProcess:
             "ROUNDHOUSE_SLOT_BYTES": str(slot_bytes),
             "ROUNDHOUSE_DATA_DIR": str(data_dir),
             "ROUNDHOUSE_DISK_KEY_FILE": str(disk_key_file),
+            "ROUNDHOUSE_PEER_TRANSPORT": peer_transport,
             "ROUNDHOUSE_DISK_BYTES": str(128 << 20),
         }
         self._process: subprocess.Popen[bytes] | None = None

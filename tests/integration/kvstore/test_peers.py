@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from roundhouse import subjects
 from roundhouse.event_bus import NatsBus
 from roundhouse.wire.v1 import kv_pb2
 from services.gateway.adapters.admin_caches import GrpcNodeCaches
+from services.kvstore.adapters import nixl_agent
 from tests.integration.kvstore.kvstore_process import KvStoreProcess, eventually
 from tests.integration.kvstore.test_two_clients import ONE, SHAPE, TWO, blocks, keys, store
 
@@ -24,9 +26,9 @@ PATIENCE_MS = 5_000
 class Node:
     """A kvstore and an engine of its node."""
 
-    def __init__(self, folder: Path, nats_url: str) -> None:
+    def __init__(self, folder: Path, nats_url: str, transport: str) -> None:
         folder.mkdir()
-        self.kvstore = KvStoreProcess(folder, nats_url=nats_url, node_id=folder.name)
+        self.kvstore = KvStoreProcess(folder, nats_url=nats_url, node_id=folder.name, peer_transport=transport)
         self.kvstore.start()
         self.engine = KvStoreClient(self.kvstore.address, SHAPE, b"model")
         assert self.engine.wait_until_mapped(30)
@@ -49,18 +51,26 @@ class Node:
         self.kvstore.close()
 
 
+@pytest.fixture(params=["grpc", "nixl-ucx", "nixl-posix"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How blocks come from one to the other."""
+    if request.param != "grpc" and not nixl_agent.is_installed():
+        pytest.skip("NIXL is not installed: make test-nixl")
+    return str(request.param)
+
+
 @pytest.fixture
-def near(tmp_path: Path, nats_url: str) -> Iterator[Node]:
+def near(tmp_path: Path, nats_url: str, transport: str) -> Iterator[Node]:
     """The node whose engine asks."""
-    node = Node(tmp_path / "near", nats_url)
+    node = Node(tmp_path / "near", nats_url, transport)
     yield node
     node.close()
 
 
 @pytest.fixture
-def far(tmp_path: Path, nats_url: str) -> Iterator[Node]:
+def far(tmp_path: Path, nats_url: str, transport: str) -> Iterator[Node]:
     """The node that has the blocks."""
-    node = Node(tmp_path / "far", nats_url)
+    node = Node(tmp_path / "far", nats_url, transport)
     yield node
     node.close()
 
@@ -140,6 +150,19 @@ def test_a_dead_peer_costs_no_error(near: Node, far: Node) -> None:
     eventually(lambda: near.peers().failures >= 1, within_s=30)
     store(near.engine, ONE, keys(ONE, 4), blocks(4))
     assert len(near.found(BlockSpace(ONE), keys(ONE, 4))) == 4
+
+
+def test_a_peer_that_dies_in_the_middle_leaves_right_blocks_only(near: Node, far: Node) -> None:
+    """800 blocks are on their way when it is killed: those that came are right, and the rest are misses."""
+    states = blocks(800)
+    for first in range(0, 800, 200):
+        store(far.engine, ONE, keys(ONE, first + 200), states[first : first + 200])
+    threading.Timer(0.01, far.kvstore.kill).start()
+    came = near.found(told_by(far), keys(ONE, 800))
+    assert same(states[: len(came)], came)
+    assert near.peers().corrupt == 0
+    store(near.engine, ONE, keys(ONE, 4), states[:4])
+    assert same(states[:4], near.found(BlockSpace(ONE), keys(ONE, 4)))
 
 
 def test_a_held_prefill_outlives_its_engine_until_decode_has_taken_it(near: Node, far: Node) -> None:

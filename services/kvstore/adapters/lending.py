@@ -1,0 +1,44 @@
+"""The lender's side of `KvStore.Lend`: leases runs of blocks while somebody else reads them out of the arena."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+
+from roundhouse.wire.v1 import kv_pb2
+from services.kvstore.operations.send_blocks import Outgoing, PeerService
+from services.kvstore.ports import PeerRequest
+
+
+async def lent_runs(
+    peers: PeerService, wanted: PeerRequest, incarnation: str, bytes_max: int, asked: AsyncIterator[kv_pb2.LendRequest]
+) -> AsyncGenerator[kv_pb2.LentBlocks, None]:
+    """Runs of at most `bytes_max`, but one block; the next one once `asked` has a message. Ends when `asked` does."""
+    async with aclosing(peers.lend(wanted)) as runs:
+        async for run in runs:
+            for part in _parts(run.blocks, bytes_max):
+                yield kv_pb2.LentBlocks(incarnation=incarnation, blocks=[_lent(block) for block in part])
+                if await anext(asked, None) is None:
+                    return
+
+
+def _parts(blocks: Sequence[Outgoing], bytes_max: int) -> Iterator[list[Outgoing]]:
+    part: list[Outgoing] = []
+    room = bytes_max
+    for block in blocks:
+        if part and block.place.length > room:
+            yield part
+            part, room = [], bytes_max
+        part.append(block)
+        room -= block.place.length
+    if part:
+        yield part
+
+
+def _lent(block: Outgoing) -> kv_pb2.LentBlock:
+    place = block.place
+    return kv_pb2.LentBlock(
+        key=place.key,
+        offset=place.offset,
+        length=place.length,
+        checksum=place.checksum,
+        model_digest=block.model_digest,
+    )
