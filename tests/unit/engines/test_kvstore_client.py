@@ -83,6 +83,14 @@ class LyingStore(kv_pb2_grpc.KvStoreServicer):
         """There is no other node."""
         return iter(())
 
+    def Lend(self, request_iterator: Any, context: Any) -> Iterator[kv_pb2.LentBlocks]:
+        """Nor this way."""
+        return iter(())
+
+    def DescribeTransfer(self, request: Any, context: Any) -> kv_pb2.TransferSource:
+        """Nothing is described."""
+        return kv_pb2.TransferSource()
+
     def Snapshot(self, request: Any, context: Any) -> Iterator[kv_pb2.SnapshotPart]:
         """Nor one that asks."""
         return iter(())
