@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import yaml
 
+from benchmarks.handover import handed_over
 from benchmarks.mesh import BenchmarkMesh, benchmark_mesh
 from benchmarks.report import Figure, Goal, Report
 from benchmarks.streams import quantile
@@ -326,7 +327,7 @@ async def _everywhere(mesh: BenchmarkMesh) -> bool:
 
 
 def run(arguments: Sequence[str]) -> Report:
-    """The simulation, then both meshes."""
+    """The simulation, the hand-over, then both meshes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks disaggregation", description=DESCRIPTION)
     parser.add_argument("--no-mesh", action="store_true", help="only the simulation")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase on the mesh (default 20)")
@@ -334,6 +335,7 @@ def run(arguments: Sequence[str]) -> Report:
     figures: dict[str, Figure] = {}
     goals: list[Goal] = []
     simulated(figures, goals)
+    handed_over(figures, goals)
     if not options.no_mesh:
         with tempfile.TemporaryDirectory(prefix="rh-split-") as folder:
             catalogue = _catalogue(Path(folder))

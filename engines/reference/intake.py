@@ -20,6 +20,7 @@ PEERS_MAX = 8
 PATIENCE_MS_MAX = 2_000  # a guess: 4 GB from a peer at 2 GB/s; nobody should wait longer without a sign of life
 PATIENCE_MS_MIN = 20  # also before anything has been measured; a guess at what nobody notices
 PATIENCE_SHARE = 0.5  # of the time to compute what is awaited
+HANDED_TOKEN_MS = 0.5  # a token of a handed-over prompt, before a prefill was measured here: 2,000 a second, a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,11 @@ def accept_call(model: LoadedModel, inputs: CallInputs) -> Call:
 def await_prefix(model: LoadedModel, call: Call) -> Call:
     """The call with what slower tiers give it in time; waits at most `PATIENCE_MS_MAX`. Thread-safe. Never raises.
 
-    Patience is half of what computing those blocks would take, as measured: a late block is worth less than none."""
+    Patience is half of what computing those blocks would take, as measured: a late block is worth less than none. An
+    instance that only decodes may never have measured it."""
     request = call.request
     tokens = request.prefix.more * BLOCK_TOKENS
-    measured = model.engine.prefill_ms_a_token
+    measured = model.engine.prefill_ms_a_token or (HANDED_TOKEN_MS if request.space.hold else 0.0)
     patience_ms = int(min(PATIENCE_MS_MAX, max(PATIENCE_MS_MIN, PATIENCE_SHARE * tokens * measured)))
     deeper = _look_up(model, request, patience_ms)
     if len(deeper.blocks) <= len(request.prefix.blocks):

@@ -205,12 +205,24 @@ class InferenceNode(Protocol):
         ...
 
 
-class BlockHolds(Protocol):
-    """Keeps a prefill's blocks on its node until decode has them."""
+class BlockTransfer(Protocol):
+    """One prompt's blocks on their way from the node that computes them. Nothing here waits or raises: what is lost on
+    the way is a miss."""
 
-    def hold(self, address: str, held: "HeldBlocks") -> None:
-        """Hold what is there of a chain, and what comes in the next moments. Returns at once, never raises: without it
-        blocks may be lost, which is a miss. The hold ends by itself, or when decode has fetched the chain."""
+    def prefilled(self) -> None:
+        """The prompt is computed: hold what is not at the other node yet, until it is. The hold ends by itself."""
+        ...
+
+    def end(self) -> None:
+        """Nobody comes for them any more, or they have arrived: stop moving and holding. Idempotent."""
+        ...
+
+
+class BlockHolds(Protocol):
+    """Moves a prefill's blocks to the node that decodes, and keeps them until they are there."""
+
+    def begin(self, source: str, target: str, held: "HeldBlocks") -> BlockTransfer:
+        """Have the kvstore `target` take a chain from `source` as it is computed there. Returns at once."""
         ...
 
 

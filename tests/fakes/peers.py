@@ -1,5 +1,6 @@
 """Other nodes' kvstores in this process. Passes `tests/contract/test_peer_transport.py` as the one over gRPC does."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import xxhash
@@ -15,7 +16,9 @@ class FakePeer:
     blocks: dict[bytes, bytes]
     checksums: dict[bytes, int] = field(default_factory=dict)  # lies
     fails_after: int | None = None  # blocks, and then a fault
+    computing: dict[bytes, asyncio.Event] = field(default_factory=dict)  # blocks that come once this is set
     asked: list[PeerRequest] = field(default_factory=list)
+    left: int = 0  # exchanges that were given up from the other side
 
 
 class FakePeers:
@@ -26,7 +29,7 @@ class FakePeers:
         self.snapshots: dict[str, PeerKeys] = {}
 
     async def fetch(self, address: str, request: PeerRequest, landing: Landing, *, timeout_ms: int) -> None:
-        """In order, until one is missing. Waits for nothing."""
+        """In order, until one is missing. With a hold it waits for those that are being computed."""
         peer = self.peers.get(address)
         if peer is None:
             raise PeerFault("a fetch failed: UNAVAILABLE")
@@ -34,6 +37,12 @@ class FakePeers:
         for number, key in enumerate(request.keys[request.skip :]):
             if number == peer.fails_after:
                 raise PeerFault("a fetch failed: UNAVAILABLE")
+            if request.hold and key in peer.computing:
+                try:
+                    await peer.computing[key].wait()
+                except asyncio.CancelledError:
+                    peer.left += 1
+                    raise
             data = peer.blocks.get(key)
             if data is None or request.salt != peer.salt:
                 return

@@ -971,6 +971,69 @@ class HoldPrefixReply(_message.Message):
 Global___HoldPrefixReply: _TypeAlias = HoldPrefixReply  # noqa: Y015
 
 @_typing.final
+class BringPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SALT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    salt: _builtins.bytes
+    hold: _builtins.str
+    """at these: what is stored is held under it, and it ends with the last block"""
+    wait_ms: _builtins.int
+    """8,000 at most; ask again for longer"""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """a chain from the first block of the prompt"""
+
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of kvstores where it is computed"""
+
+    @_builtins.property
+    def shared(self) -> Global___SharedPrefix: ...
+    def __init__(
+        self,
+        *,
+        salt: _builtins.bytes = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        peers: _abc.Iterable[_builtins.str] | None = ...,
+        hold: _builtins.str = ...,
+        wait_ms: _builtins.int = ...,
+        shared: Global___SharedPrefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "keys", b"keys", "peers", b"peers", "salt", b"salt", "shared", b"shared", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BringPrefixRequest: _TypeAlias = BringPrefixRequest  # noqa: Y015
+
+@_typing.final
+class BringPrefixReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """of the leading run that is here now"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BringPrefixReply: _TypeAlias = BringPrefixReply  # noqa: Y015
+
+@_typing.final
 class ReleaseHoldRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

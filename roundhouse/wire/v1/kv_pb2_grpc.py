@@ -94,6 +94,11 @@ class KvStoreStub:
                 request_serializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixRequest.SerializeToString,
                 response_deserializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixReply.FromString,
                 _registered_method=True)
+        self.BringPrefix = channel.unary_unary(
+                '/roundhouse.v1.KvStore/BringPrefix',
+                request_serializer=roundhouse_dot_v1_dot_kv__pb2.BringPrefixRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_kv__pb2.BringPrefixReply.FromString,
+                _registered_method=True)
         self.ReleaseHold = channel.unary_unary(
                 '/roundhouse.v1.KvStore/ReleaseHold',
                 request_serializer=roundhouse_dot_v1_dot_kv__pb2.ReleaseHoldRequest.SerializeToString,
@@ -190,6 +195,15 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BringPrefix(self, request, context):
+        """Brings a chain here from `peers` while it is still being computed there, so that who reads it later finds it. Answers
+        once the last block is here, the wait is over or the peers fail; cancelled, an exchange that nobody else waits for
+        ends. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseHold(self, request, context):
         """Ends a hold before its time. Unknown ones are fine.
         """
@@ -259,6 +273,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.HoldPrefix,
                     request_deserializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixRequest.FromString,
                     response_serializer=roundhouse_dot_v1_dot_kv__pb2.HoldPrefixReply.SerializeToString,
+            ),
+            'BringPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.BringPrefix,
+                    request_deserializer=roundhouse_dot_v1_dot_kv__pb2.BringPrefixRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_kv__pb2.BringPrefixReply.SerializeToString,
             ),
             'ReleaseHold': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseHold,
@@ -590,6 +609,33 @@ class KvStore:
             '/roundhouse.v1.KvStore/HoldPrefix',
             roundhouse_dot_v1_dot_kv__pb2.HoldPrefixRequest.SerializeToString,
             roundhouse_dot_v1_dot_kv__pb2.HoldPrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BringPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/roundhouse.v1.KvStore/BringPrefix',
+            roundhouse_dot_v1_dot_kv__pb2.BringPrefixRequest.SerializeToString,
+            roundhouse_dot_v1_dot_kv__pb2.BringPrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

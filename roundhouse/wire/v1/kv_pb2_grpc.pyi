@@ -63,6 +63,11 @@ class KvStoreStub:
     """Pins a chain under a name of the caller's choice, so that it outlives its writer and its request: the result of a
     prefill until decode claims it. Ends by itself. Idempotent by (salt, handle): repeated, it is extended and renewed.
     """
+    BringPrefix: _grpc.UnaryUnaryMultiCallable[_kv_pb2.BringPrefixRequest, _kv_pb2.BringPrefixReply]
+    """Brings a chain here from `peers` while it is still being computed there, so that who reads it later finds it. Answers
+    once the last block is here, the wait is over or the peers fail; cancelled, an exchange that nobody else waits for
+    ends. Idempotent.
+    """
     ReleaseHold: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReleaseHoldRequest, _kv_pb2.ReleaseHoldReply]
     """Ends a hold before its time. Unknown ones are fine."""
 
@@ -98,6 +103,11 @@ class KvStoreAsyncStub(KvStoreStub):
     HoldPrefix: _aio.UnaryUnaryMultiCallable[_kv_pb2.HoldPrefixRequest, _kv_pb2.HoldPrefixReply]  # type: ignore[assignment]
     """Pins a chain under a name of the caller's choice, so that it outlives its writer and its request: the result of a
     prefill until decode claims it. Ends by itself. Idempotent by (salt, handle): repeated, it is extended and renewed.
+    """
+    BringPrefix: _aio.UnaryUnaryMultiCallable[_kv_pb2.BringPrefixRequest, _kv_pb2.BringPrefixReply]  # type: ignore[assignment]
+    """Brings a chain here from `peers` while it is still being computed there, so that who reads it later finds it. Answers
+    once the last block is here, the wait is over or the peers fail; cancelled, an exchange that nobody else waits for
+    ends. Idempotent.
     """
     ReleaseHold: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseHoldRequest, _kv_pb2.ReleaseHoldReply]  # type: ignore[assignment]
     """Ends a hold before its time. Unknown ones are fine."""
@@ -203,6 +213,17 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kv_pb2.HoldPrefixReply, _abc.Awaitable[_kv_pb2.HoldPrefixReply]]:
         """Pins a chain under a name of the caller's choice, so that it outlives its writer and its request: the result of a
         prefill until decode claims it. Ends by itself. Idempotent by (salt, handle): repeated, it is extended and renewed.
+        """
+
+    @_abc_1.abstractmethod
+    def BringPrefix(
+        self,
+        request: _kv_pb2.BringPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.BringPrefixReply, _abc.Awaitable[_kv_pb2.BringPrefixReply]]:
+        """Brings a chain here from `peers` while it is still being computed there, so that who reads it later finds it. Answers
+        once the last block is here, the wait is over or the peers fail; cancelled, an exchange that nobody else waits for
+        ends. Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -460,6 +460,7 @@ class Finished(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_NODE_ID_FIELD_NUMBER: _builtins.int
+    HANDOFF_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     lease_id: _builtins.str
@@ -478,6 +479,8 @@ class Finished(_message.Message):
     """from the start of the stream to the first output; 0 = none came"""
     first_token_node_id: _builtins.str
     """where the prompt ran, if that was another node"""
+    handoff_ms: _builtins.int
+    """from the end of the prompt there to the first output here; 0 = not handed over"""
     def __init__(
         self,
         *,
@@ -494,10 +497,11 @@ class Finished(_message.Message):
         node_id: _builtins.str = ...,
         first_token_ms: _builtins.int = ...,
         first_token_node_id: _builtins.str = ...,
+        handoff_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "first_token_ms", b"first_token_ms", "first_token_node_id", b"first_token_node_id", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "first_token_ms", b"first_token_ms", "first_token_node_id", b"first_token_node_id", "handoff_ms", b"handoff_ms", "input_tokens", b"input_tokens", "instance_broken", b"instance_broken", "lease_id", b"lease_id", "node_id", b"node_id", "outcome", b"outcome", "output_tokens", b"output_tokens", "pool", b"pool", "request_id", b"request_id", "run_ms", b"run_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

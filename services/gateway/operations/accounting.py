@@ -84,6 +84,7 @@ def finished_message(ending: Ending) -> scheduling_pb2.Finished:
         node_id=attempt.node_id,
         first_token_node_id=attempt.prefill_node_id,
         first_token_ms=_engine_first_token_ms(attempt),
+        handoff_ms=attempt.handoff_ms,
     )
 
 

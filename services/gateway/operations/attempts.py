@@ -37,6 +37,8 @@ class Attempt:
     node_id: str = ""  # where it runs now
     leaving: bool = False  # its node is being emptied
     prefill_node_id: str = ""  # where its prompt ran, if that was another node
+    handed_over_ms: int | None = None  # monotonic; when decode was asked
+    handoff_ms: int = 0  # from there to what came first of it; 0 = nothing came, or nothing was handed over
     first_token_ms: int | None = None  # from submit
     input_tokens: int = 0
     cached_tokens: int = 0

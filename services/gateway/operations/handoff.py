@@ -1,13 +1,14 @@
 """One generation over two instances: the prompt and the first token on one, the rest on the other.
 
 ```
-prefill node   phase "prefill" --first token--> client, finish "handoff"
-   kvstore     the prompt's blocks, held under a handle <--------------+
-decode node    phase "decode", resumed from the first token --fetches--+ --> client
+prefill node   phase "prefill", block after block --first token--> client, finish "handoff"
+   kvstore       | the prompt's blocks, held under a handle
+   kvstore       v each as it is computed
+decode node    phase "decode", resumed from the first token, once the last block is here --> client
 ```
 
-The hold ends when decode has the blocks, or by itself. A lost hold, a lost block or a slow fetch is a miss: decode
-computes what it lacks, and the text is the same.
+The hold ends when decode's node has the blocks, with the request, or by itself. A lost hold, a lost block or a slow
+transfer is a miss: decode computes what it lacks, and the text is the same.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -20,6 +21,7 @@ from services.gateway.operations.call_progress import token_ids_of
 from services.gateway.ports import (
     HANDOFF,
     BlockHolds,
+    BlockTransfer,
     EngineChunk,
     EngineRequest,
     HeldBlocks,
@@ -39,12 +41,15 @@ class HandingOver:
         prefill: Placement,
         held: HeldBlocks,
         on_handoff: Callable[[], None],
+        on_resumed: Callable[[], None],
     ) -> None:
+        """`on_handoff` is called when decode is asked, `on_resumed` at what comes first of it."""
         self._node = node
         self._holds = holds
         self._prefill = prefill
         self._held = held
         self._on_handoff = on_handoff
+        self._on_resumed = on_resumed
 
     async def generate(
         self, placement: Placement, request: EngineRequest, *, timeout_ms: int
@@ -55,6 +60,17 @@ class HandingOver:
             async for chunk in self._node.generate(placement, request, timeout_ms=timeout_ms):
                 yield chunk
             return
+        transfer = self._holds.begin(self._prefill.kvstore_address, placement.kvstore_address, self._held)
+        try:
+            async with aclosing(self._over_two(placement, request, timeout_ms, transfer)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            transfer.end()
+
+    async def _over_two(
+        self, placement: Placement, request: EngineRequest, timeout_ms: int, transfer: BlockTransfer
+    ) -> AsyncGenerator[EngineChunk, None]:
         token_ids, handed = b"", False
         first = self._node.generate(self._prefill, replace(request, phase="prefill"), timeout_ms=timeout_ms)
         async with aclosing(first) as chunks:
@@ -62,7 +78,7 @@ class HandingOver:
                 token_ids += chunk.token_ids
                 handed = chunk.finish_reason == HANDOFF
                 if handed:
-                    self._holds.hold(self._prefill.kvstore_address, self._held)
+                    transfer.prefilled()
                 yield replace(chunk, finish_reason=None) if handed else chunk
         if not handed:
             return
@@ -76,8 +92,12 @@ class HandingOver:
             kv_peers=(self._prefill.kvstore_address,) if self._prefill.kvstore_address else (),
             kv_hold=self._held.handle,
         )
+        resumed = False
         async with aclosing(self._node.generate(placement, rest, timeout_ms=timeout_ms)) as chunks:
             async for chunk in chunks:
+                if not resumed:
+                    resumed = True
+                    self._on_resumed()
                 # The prompt was counted where it ran; here it comes out of the cache because of the handing over.
                 yield replace(chunk, input_tokens=None, cached_tokens=None)
 

@@ -223,8 +223,13 @@ class Run:
 
         def handed_over() -> None:
             attempt.prefill_node_id, attempt.node_id = first.node_id, then.node_id
+            attempt.handed_over_ms = self._parts.clock.monotonic_ms()
 
-        return HandingOver(self._parts.node, self._parts.holds, first, held, handed_over)
+        def resumed() -> None:
+            if attempt.handed_over_ms is not None:
+                attempt.handoff_ms = max(1, self._parts.clock.monotonic_ms() - attempt.handed_over_ms)
+
+        return HandingOver(self._parts.node, self._parts.holds, first, held, handed_over, resumed)
 
     def _note_first_token(self, attempt: Attempt) -> None:
         attempt.first_token_ms = self._parts.clock.monotonic_ms() - attempt.submitted_ms

@@ -205,6 +205,15 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         blocks = await self._peers.hold(request.salt, keys, handle, request.wait_ms, shared_of(request.shared))
         return kv_pb2.HoldPrefixReply(blocks=blocks)
 
+    async def BringPrefix(self, request: kv_pb2.BringPrefixRequest, context: Any) -> kv_pb2.BringPrefixReply:
+        """Have a chain come here as peers compute it. Raises InvalidInput."""
+        check_salt(request.salt)
+        keys = check_keys(request.keys, KEYS_MAX)
+        if len(request.peers) > PEERS_MAX:
+            raise InvalidInput(f"at most {PEERS_MAX} peers are expected", param="peers")
+        wanted = Wanted(request.salt, keys, shared_of(request.shared), tuple(request.peers), request.hold)
+        return kv_pb2.BringPrefixReply(blocks=await self._service.bring(wanted, request.wait_ms))
+
     async def ReleaseHold(self, request: kv_pb2.ReleaseHoldRequest, context: Any) -> kv_pb2.ReleaseHoldReply:
         """End a hold."""
         self._peers.release_hold(request.salt, request.handle)

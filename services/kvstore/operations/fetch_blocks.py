@@ -37,6 +37,7 @@ PEER_HOLDER = Holder("peer", 30_000)  # longer than any exchange, so that no slo
 REST_MS = 1_000  # a peer that failed is left alone this long
 ERASED_QUIET_MS = 30_000  # nothing of an erased salt is fetched: the erasure may not have reached every node yet
 BATCH_BLOCKS_MAX = 16
+BRING_MS_MAX = 8_000  # of one wait for blocks that are being computed: leaves time to send them within `FETCH_MS_MAX`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,15 @@ class Wanted:
     hold: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """A fetch that runs, and how many wait for it."""
+
+    keys: tuple[bytes, ...]  # that it may bring
+    task: asyncio.Task[None]
+    waiting: int = 0
+
+
 class PeerTier:
     """The other nodes, as a tier below memory and disk. Called on the event loop only."""
 
@@ -70,7 +80,7 @@ class PeerTier:
         """Owns the fetches that run; whoever made the transport closes it."""
         self._table, self._arena, self._clock = table, arena, clock
         self._transport, self._directory = transport, directory
-        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._running: dict[bytes, _Exchange] = {}  # by each key that it may bring
         self._resting_until_ms: dict[str, int] = {}
         self._quiet_until_ms: dict[bytes, int] = {}
         self._counts = PeerCounts()
@@ -85,13 +95,20 @@ class PeerTier:
         asked = self._whom_to_ask(wanted, have)
         if not asked:
             return
-        first = wanted.keys[have]
-        task = self._running.get(first)
-        if task is None:
-            task = asyncio.create_task(self._fetch(wanted, asked, wait_ms), name="fetch blocks from peers")
-            self._running[first] = task
-            task.add_done_callback(partial(self._ended, first))
-        await asyncio.wait({task}, timeout=wait_ms / 1000)
+        await self._awaited(self._exchange(wanted, asked, have, wait_ms), wait_ms, leave_running=True)
+
+    async def bring(self, wanted: Wanted, wait_ms: int) -> int:
+        """As `fetch`, for a chain that is being computed elsewhere; returns how many leading blocks are here then.
+
+        Whoever asks for a part of it meanwhile waits for the same exchange. Cancelled, it ends if nobody does."""
+        have = self._table.run_length(wanted.salt, wanted.keys, wanted.shared)
+        if have < len(wanted.keys) and not self._is_quiet(wanted):
+            wait_ms = min(wait_ms, BRING_MS_MAX)
+            asked = self._whom_to_ask(wanted, have)
+            if asked and wait_ms > 0:
+                await self._awaited(self._exchange(wanted, asked, have, wait_ms), wait_ms, leave_running=False)
+            have = self._table.run_length(wanted.salt, wanted.keys, wanted.shared)
+        return have
 
     def run_length(self, wanted: Wanted, have: int) -> int:
         """How many blocks after the first `have` somebody probably has: all, if the caller says who."""
@@ -111,12 +128,36 @@ class PeerTier:
 
     async def close(self) -> None:
         """End every exchange."""
-        for task in list(self._running.values()):
+        tasks = {exchange.task for exchange in self._running.values()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, first: bytes, _: asyncio.Task[None]) -> None:
-        del self._running[first]
+    def _exchange(self, wanted: Wanted, asked: Sequence[str], have: int, wait_ms: int) -> _Exchange:
+        """The exchange that brings the first missing block: the one that runs, or a new one. O(missing)."""
+        running = self._running.get(wanted.keys[have])
+        if running is None:
+            task = asyncio.create_task(self._fetch(wanted, asked, wait_ms), name="fetch blocks from peers")
+            running = _Exchange(wanted.keys[have:], task)
+            self._running.update(dict.fromkeys(running.keys, running))
+            task.add_done_callback(partial(self._ended, running))
+        return running
+
+    async def _awaited(self, exchange: _Exchange, wait_ms: int, *, leave_running: bool) -> None:
+        exchange.waiting += 1
+        try:
+            await asyncio.wait({exchange.task}, timeout=wait_ms / 1000)
+        except asyncio.CancelledError:
+            if exchange.waiting == 1 and not leave_running:
+                exchange.task.cancel()
+            raise
+        finally:
+            exchange.waiting -= 1
+
+    def _ended(self, exchange: _Exchange, _: asyncio.Task[None]) -> None:
+        for key in exchange.keys:
+            if self._running.get(key) is exchange:
+                del self._running[key]
 
     def _is_quiet(self, wanted: Wanted | PeerRequest) -> bool:
         now_ms = self._clock.monotonic_ms()

@@ -18,6 +18,7 @@ from services.kvstore.operations.serve_blocks import WAIT_MS_MAX, BlockService
 from services.kvstore.ports import PeerRequest
 
 CHUNK_BLOCKS = 32  # leased at once; what follows may be evicted before its turn, which is a miss there
+HOLD_MS = 10_000  # a hold of a sender's own; as the gateways', who come for what is left within it
 SEND_HOLDER = Holder("peer", 10_000)  # a chunk takes a tenth of a second; a receiver that hangs holds no longer
 
 
@@ -66,8 +67,9 @@ class PeerService:
     async def lend(self, request: PeerRequest) -> AsyncGenerator[LentRun, None]:
         """Runs of a chain in order until a block is not here within `wait_ms`; each is leased until the next is wanted.
 
-        Only for a request with a hold, the result of a prefill, are blocks awaited that are not stored yet. The hold
-        ends after the last block of the chain. Cancelled, every lease is given back."""
+        Only for a request with a hold, the result of a prefill, are blocks awaited that are not stored yet; what is
+        stored of it meanwhile is held, so that the writer's own node does not drop it before its turn. The hold ends
+        after the last block of the chain. Cancelled, every lease is given back."""
         until_ms = self._now() + min(request.wait_ms, WAIT_MS_MAX)
         sent = request.skip
         while sent < len(request.keys):
@@ -76,6 +78,9 @@ class PeerService:
             outcome = self._table.lease(request.salt, keys, SEND_HOLDER, self._now(), request.shared)
             if not isinstance(outcome, Acquired):
                 return
+            if request.hold:
+                handle = Holder(request.hold, HOLD_MS)
+                self._holds.hold(request.salt, request.keys, handle, self._now(), request.shared)
             try:
                 run = tuple(Outgoing(place, self._table.model_digest(place.key)) for place in outcome.blocks[sent:])
                 if run:

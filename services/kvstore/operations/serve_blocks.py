@@ -76,6 +76,12 @@ class BlockService:
                 await self._peers.fetch(wanted, max(1, until_ms - self._now()))
         return self.acquire(wanted.salt, wanted.keys, holder, wanted.shared)
 
+    async def bring(self, wanted: Wanted, wait_ms: int) -> int:
+        """Have a chain that peers are computing come here as it is computed; how many blocks of it are here then."""
+        if self._peers is None:
+            return self._table.run_length(wanted.salt, wanted.keys, wanted.shared)
+        return await self._peers.bring(wanted, wait_ms)
+
     async def promote(self, salt: bytes, keys: Sequence[bytes], wait_ms: int, shared: Shared) -> None:
         """Wait up to `wait_ms` for what lies on this node's disk."""
         if self._disk is not None:

@@ -33,8 +33,6 @@ from services.scheduler.ports import CatalogueSource, SchedulingStore
 DEFAULT_POOL = PoolName("shared")
 EMPTY_STATE = PoolState(0, (), {}, {}, {}, {}, {})
 FRESH_MS = 100  # a view is made again after this, so that a node that went silent is out within 2 s
-HANDOFF_US = 10_000  # of a request from prefill to decode: two messages and the first read, a guess
-TRANSFER_US = 13  # a token's blocks on their way: 128 KiB (a 7B model) at 10 GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +174,15 @@ class Pools:
         key = instance_key(node.node_id, instance.version)
         speed = self.speeds.of(key, instance.version)
         part = {Role.MIXED: Part.WHOLE, Role.DECODE: Part.DECODE, Role.PREFILL: Part.PREFILL}[node.role]
-        token_us = round(speed.token_us) + (TRANSFER_US if part is Part.PREFILL else 0)
         return Offer(
             instance=key,
             version=_served(instance.version),
             slots=instance.slots,
             place=places.encode(self._placement(node.node_id, instance), instance),
             part=part,
-            token_us=token_us,
+            token_us=round(speed.token_us),
             load_us=round(speed.first_us),
-            handoff_us=HANDOFF_US if part is Part.PREFILL else 0,
+            handoff_us=round(self.speeds.handoff_us(instance.version)) if part is Part.PREFILL else 0,
             owner=state.owners.get(key, ""),
         )
 

@@ -103,6 +103,10 @@ class LyingStore(kv_pb2_grpc.KvStoreServicer):
         """Nothing was held."""
         return kv_pb2.ReleaseHoldReply()
 
+    def BringPrefix(self, request: Any, context: Any) -> kv_pb2.BringPrefixReply:
+        """Nothing comes."""
+        return kv_pb2.BringPrefixReply()
+
     def ReserveBlocks(self, request: Any, context: Any) -> kv_pb2.ReserveBlocksReply:
         """Remembered; there is never room."""
         self.reserved.append(request)

@@ -20,7 +20,9 @@ from tests.unit.gateway.scenarios import billed, collect, in_world
 PREFILL = wire.Placement(
     node_id="p1", triton_grpc_address="127.0.0.1:1", triton_model_name="m--0", kvstore_address="127.0.0.1:7"
 )
-DECODE = wire.Placement(node_id="d1", triton_grpc_address="127.0.0.1:2", triton_model_name="m--0")
+DECODE = wire.Placement(
+    node_id="d1", triton_grpc_address="127.0.0.1:2", triton_model_name="m--0", kvstore_address="127.0.0.1:8"
+)
 
 
 async def collected(world: GatewayWorld, **wishes: Any) -> list[RunEvent]:
@@ -135,11 +137,13 @@ def test_going_on_has_the_same_attempt_budget() -> None:
 
 
 def test_prompt_on_one_node_and_the_rest_on_another() -> None:
-    """The first token comes from the prefill node, whose blocks are held under the attempt's name; decode gets the
-    token and the peer. One attempt, one event, of the decode node; the finish also names where the prompt ran."""
+    """The first token comes from the prefill node, whose blocks the decode node's kvstore is told to take from the
+    beginning, and which are held under the attempt's name; decode gets the token and the peer. One attempt, one event,
+    of the decode node; the finish also names where the prompt ran, and how long the hand-over took."""
 
     async def scenario(world: GatewayWorld) -> None:
         world.scheduler.placements = [PREFILL, DECODE]
+        world.node.interval_ms = 10
         events = await collected(world, output_tokens=4)
         assert text_of(events) == "tok0 tok1 tok2 tok3 "
 
@@ -156,6 +160,10 @@ def test_prompt_on_one_node_and_the_rest_on_another() -> None:
     assert (billed(event), event.data.node_id, event.data.cached_tokens) == ((Outcome.DONE, 10, 4), "d1", 4)
     [finish] = world.scheduler.finishes
     assert (finish.node_id, finish.first_token_node_id) == ("d1", "p1")
+    assert finish.handoff_ms >= 1
+    [(source, target, moved)] = world.holds.begun
+    assert (source, target, moved) == ("127.0.0.1:7", "127.0.0.1:8", held)
+    assert world.holds.ended == ["r1/1"]
 
 
 def test_one_token_needs_no_second_node() -> None:
@@ -167,7 +175,7 @@ def test_one_token_needs_no_second_node() -> None:
 
     world = in_world(scenario)
     assert world.node.placements == ["p1"]
-    assert world.holds.held == []
+    assert (world.holds.held, world.holds.ended) == ([], ["r1/1"])
 
 
 def test_a_decode_node_that_refuses_costs_no_character() -> None:
@@ -181,11 +189,13 @@ def test_a_decode_node_that_refuses_costs_no_character() -> None:
 
     world = in_world(scenario)
     assert world.node.placements == ["p1", "d1", "d1"]
+    assert world.holds.ended == ["r1/1"]
     assert [billed(event) for event in world.usage.recorded] == [(Outcome.FAILED, 10, 1), (Outcome.DONE, 0, 3)]
 
 
 def test_a_prefill_node_that_dies_is_tried_again_from_the_beginning() -> None:
-    """Nothing was seen: the second attempt begins with the prompt; the first one costs nothing."""
+    """Nothing was seen: the second attempt begins with the prompt; the first one costs nothing, and nobody waits for
+    its blocks any more."""
 
     async def scenario(world: GatewayWorld) -> None:
         world.scheduler.placements = [PREFILL, DECODE]
@@ -194,6 +204,8 @@ def test_a_prefill_node_that_dies_is_tried_again_from_the_beginning() -> None:
 
     world = in_world(scenario)
     assert world.node.placements == ["p1", "p1", "d1"]
+    assert world.holds.ended == ["r1/1", "r1/2"]
+    assert [held.handle for _, held in world.holds.held] == ["r1/2"]
     assert [billed(event) for event in world.usage.recorded] == [(Outcome.FAILED, 0, 0), (Outcome.DONE, 10, 3)]
 
 

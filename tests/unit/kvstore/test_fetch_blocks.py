@@ -1,6 +1,8 @@
 """What comes from other nodes: right blocks or none, in their slots, from whoever has them."""
 
+import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -181,3 +183,66 @@ async def test_whatever_peers_do_only_right_blocks_are_found(seed: int) -> None:
         counts = node.service.statistics()
         assert counts.units_free + counts.units_held == counts.units_total
         assert counts.leases == 0
+
+
+async def test_a_chain_comes_while_it_is_computed_and_its_reader_waits_for_the_same_exchange() -> None:
+    """Of 10 blocks the peer has computed 6: they come, those of whole batches, 1 + 2 of 1 + 2 + 4, can be read. A
+    reader who asks for all 10 waits with the first; when the last is there both have it, by one exchange."""
+    peer = peer_with(KEYS)
+    peer.computing = {key: asyncio.Event() for key in KEYS[6:]}
+    node = Node(p=peer)
+    wanted = Wanted(SALT, tuple(KEYS), peers=("p",), hold="r/1")
+    bringing = asyncio.ensure_future(node.service.bring(wanted, 30_000))
+    await until(lambda: node.table.run_length(SALT, KEYS) == 3)
+    reading = asyncio.ensure_future(node.service.acquire_waiting(wanted, HOLDER, 5_000))
+    for event in peer.computing.values():
+        await asyncio.sleep(0)
+        assert not bringing.done()
+        assert not reading.done()
+        event.set()
+    async with asyncio.timeout(30):
+        assert await bringing == 10
+        outcome = await reading
+    assert isinstance(outcome, Acquired)
+    assert len(outcome.blocks) == 10
+    assert [request.skip for request in peer.asked] == [0]
+
+
+async def test_whoever_leaves_last_ends_an_exchange_that_waits_for_a_computation() -> None:
+    """The prefill died: its gateway cancels. As long as a reader waits the exchange goes on; alone it ends at once, and
+    nothing stays reserved. What came stays."""
+    peer = peer_with(KEYS)
+    peer.computing = {KEYS[2]: asyncio.Event()}
+    node = Node(p=peer)
+    wanted = Wanted(SALT, tuple(KEYS), peers=("p",), hold="r/1")
+    bringing = asyncio.ensure_future(node.service.bring(wanted, 30_000))
+    await until(lambda: node.table.run_length(SALT, KEYS) == 1)
+    reading = asyncio.ensure_future(node.service.bring(wanted, 30_000))
+    await asyncio.sleep(0)
+    bringing.cancel()
+    await asyncio.wait({bringing})
+    assert (peer.left, reading.done()) == (0, False)
+    reading.cancel()
+    await asyncio.wait({reading})
+    await until(lambda: peer.left == 1)
+    assert node.table.run_length(SALT, KEYS) == 2
+    assert node.service.statistics().leases == 0
+    assert await node.found(peers=("p",)) == 10  # the next one asks anew
+
+
+async def test_a_chain_that_is_withheld_ends_with_the_wait() -> None:
+    """The third block never comes: at the end of the wait there are 2, and the caller is told so."""
+    peer = peer_with(KEYS[:2])
+    node = Node(p=peer)
+    assert await node.service.bring(Wanted(SALT, tuple(KEYS), peers=("p",), hold="r/1"), 1_000) == 2
+    assert await node.service.bring(Wanted(SALT, tuple(KEYS[:2])), 1_000) == 2, "all is here: nobody is asked"
+    assert await Node().service.bring(Wanted(SALT, tuple(KEYS), peers=("gone",), hold="r/1"), 1_000) == 0
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Let the others run until it is so."""
+    for _ in range(1_000):
+        if true():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to that")

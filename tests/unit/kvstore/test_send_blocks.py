@@ -142,3 +142,26 @@ async def test_what_was_sent_is_no_use() -> None:
     counts = node.service.statistics()
     assert (counts.hits, counts.misses) == (0, 0)
     assert node.service.acquire(SALT, [b"none"], HOLDER) == Missed()
+
+
+async def test_what_a_peer_waits_for_is_held_as_it_is_stored() -> None:
+    """2 of 4 blocks are computed; the peer has taken one when 6 others flood the 8 slots: both stay, and are held until
+    the last one has been sent."""
+    node, keys = Node(), chain("a", 4)
+    store(node.table, keys[:2])
+    request = PeerRequest(SALT, tuple(keys), 0, 5_000, hold=HANDLE.client_id)
+    async with aclosing(node.peers.send(request)) as blocks:
+        assert [(await anext(blocks)).place.key for _ in range(2)] == keys[:2]
+        third = asyncio.ensure_future(anext(blocks))
+        await asyncio.sleep(0)
+        assert node.peers.counts().holds == 1
+        store(node.table, chain("flood", 6))
+        store(node.table, keys[2:], parent=keys[1])
+        assert node.table.run_length(SALT, keys) == 4
+        reserved = node.service.reserve(new_blocks(chain("news", 1)), HOLDER)  # whatever is stored wakes the sender
+        assert isinstance(reserved, Reserved)
+        await node.service.commit(reserved.lease_id, {chain("news", 1)[0]: 1})
+        async with asyncio.timeout(30):
+            assert [(await third).place.key, (await anext(blocks)).place.key] == keys[2:]
+        assert [block async for block in blocks] == []
+    assert (node.peers.counts().holds, node.service.statistics().leases) == (0, 0)

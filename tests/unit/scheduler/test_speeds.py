@@ -2,7 +2,7 @@
 
 from roundhouse.vocabulary import NodeId
 from services.scheduler.domain.records import instance_key, version_key
-from services.scheduler.domain.speeds import PRIOR_TOKEN_US, FirstToken, Speed, Speeds
+from services.scheduler.domain.speeds import PRIOR_HANDOFF_US, PRIOR_TOKEN_US, FirstToken, Speed, Speeds
 
 M = version_key("m", "sha256:1")
 N1, N2 = (instance_key(NodeId(name), M) for name in ("n1", "n2"))
@@ -32,3 +32,18 @@ def test_short_prompts_and_failures_say_nothing_of_the_prefill() -> None:
     assert speeds.of(N1, M) == Speed(50.0, 0.8 * 50_000 + 0.2 * 20_000)
     speeds.learn(FirstToken(N1, M, 1_000, 0))
     assert speeds.of(N1, M).token_us == 50.0
+
+
+def test_a_hand_over_is_taken_as_measured_and_a_slow_one_is_forgotten() -> None:
+    """Before one was seen: the prior. 4 ms, then 9: 0.8 x 4 + 0.2 x 9 = 5 ms. One of 1,000 s is half forgotten after
+    35 requests that stayed in one place: 0.98 ^ 35 = 0.49."""
+    speeds = Speeds()
+    assert speeds.handoff_us(M) == PRIOR_HANDOFF_US
+    speeds.learn_handoff(M, 4)
+    speeds.learn_handoff(M, 9)
+    assert speeds.handoff_us(M) == 5_000.0
+    other = version_key("other", "sha256:2")
+    speeds.learn_handoff(other, 1_000_000)
+    for _ in range(35):
+        speeds.learn_handoff(other, 0)
+    assert 0.48 * 10**9 < speeds.handoff_us(other) < 0.51 * 10**9
