@@ -59,9 +59,16 @@ def python_program(name: str, module: str, arguments: list[str], port: int, log:
 
 @asynccontextmanager
 async def gateway_mesh(
-    *, tenants: list[dict[str, Any]] | None = None, models: tuple[str, ...] = (FAST, HOLD), log_level: str = "warning"
+    *,
+    tenants: list[dict[str, Any]] | None = None,
+    models: tuple[str, ...] = (FAST, HOLD),
+    log_level: str = "warning",
+    key_limits: Mapping[str, dict[str, Any]] | None = None,
 ) -> AsyncIterator[GatewayMesh]:
-    """Start NATS, Valkey, metering, scheduler, gateway and the fake node; stop all at the end."""
+    """Start NATS, Valkey, metering, scheduler, gateway and the fake node; stop all at the end.
+
+    `key_limits`: of each tenant's key, beside the tenant's own."""
+    limits = key_limits or {}
     options = ClusterOptions(nodes=0, http_port=0, grpc_port=0, admin_port=0, cluster="bench", log_level=log_level)
     with tempfile.TemporaryDirectory(prefix="rh-bench-") as name:
         folder = Path(name)
@@ -71,7 +78,7 @@ async def gateway_mesh(
             try:
                 await admin.apply(catalogue)
                 applied = await admin.catalogue()
-                keys = {tenant: await admin.create_key(tenant) for tenant in applied["tenants"]}
+                keys = {tenant: await admin.create_key(tenant, limits.get(tenant)) for tenant in applied["tenants"]}
                 digests = {model: str(record["digest"]) for model, record in applied["models"].items()}
                 (port,) = free_ports(1)
                 node = _fake_node(folder, cluster.plan.nats_url, port, digests)

@@ -2,7 +2,8 @@
 
 Two gateways over one Valkey and one NATS; in each round 50 requests are sent at once, half to each, by a tenant of its
 own whose limit lets fewer through. What is admitted must be exactly what the limit says, in every round: requests a
-minute, tokens a minute, requests at once, the budget of the month, and the length of the queue. Case B09.
+minute, tokens a minute, requests at once, the budget of the month, and the length of the queue; each as a limit of the
+tenant, of its key, and of the model for it. Case B09.
 """
 
 import argparse
@@ -34,22 +35,39 @@ class Case:
     """One limit: each round admits exactly `admitted`."""
 
     name: str
-    tenant: dict[str, Any]  # of the declaration
+    limits: dict[str, Any]
     model: str
     admitted: int
     taken_first: int = 0  # requests sent before, one after the other, so that every slot is taken
     refused_as: frozenset[int] = field(default_factory=lambda: frozenset({429}))
+    of: str = "tenant"  # tenant, key or model
+
+    @property
+    def label(self) -> str:
+        """Its name in the report."""
+        return self.name if self.of == "tenant" else f"{self.name}_of_{self.of}"
+
+    def tenant(self, name: str) -> dict[str, Any]:
+        """The declaration of a tenant that meets it."""
+        if self.of == "key":
+            return {"name": name}
+        if self.of == "model":
+            return {"name": name, "limits_per_model": [{"model": self.model, **self.limits}]}
+        own = {key: value for key, value in self.limits.items() if key != "budget"}
+        budget = {"budget": self.limits["budget"]} if "budget" in self.limits else {}
+        return {"name": name, "limits": own, **budget}
 
 
-CASES = (
-    Case("requests_per_minute", {"limits": {"requests_per_minute": 10}}, FAST, 10),
-    Case("tokens_per_minute", {"limits": {"tokens_per_minute": 100}}, FAST, 5),  # 100 / (3 + 17)
-    Case("concurrent_requests", {"limits": {"concurrent_requests": 7}}, HOLD, 7),
+LIMITS = (
+    Case("requests_per_minute", {"requests_per_minute": 10}, FAST, 10),
+    Case("tokens_per_minute", {"tokens_per_minute": 100}, FAST, 5),  # 100 / (3 + 17)
+    Case("concurrent_requests", {"concurrent_requests": 7}, HOLD, 7),
     # The model costs a millionth a token of output: 100 millionths / 17 each = 5, and 15 are left.
     Case("budget", {"budget": {"amount": "0.0001"}}, FAST, 5),
     # One slot, taken before: what is admitted waits.
-    Case("queue_depth", {"limits": {"queued_requests": 5}}, NARROW, 5, taken_first=1),
+    Case("queue_depth", {"queued_requests": 5}, NARROW, 5, taken_first=1),
 )
+CASES = tuple(replace(case, of=of) for of in ("tenant", "key", "model") for case in LIMITS)
 
 
 def run(arguments: Sequence[str]) -> Report:
@@ -61,21 +79,24 @@ def run(arguments: Sequence[str]) -> Report:
 
 
 def _tenant(case: Case, round_number: int) -> str:
-    return f"{case.name.replace('_', '-')}-{round_number}"
+    return f"{case.label.replace('_', '-')}-{round_number}"
 
 
 async def _measure(rounds: int) -> Report:
-    tenants = [{"name": _tenant(case, number), **case.tenant} for case in CASES for number in range(rounds)]
+    rounds_of = [(case, _tenant(case, number)) for case in CASES for number in range(rounds)]
+    tenants = [case.tenant(name) for case, name in rounds_of]
+    key_limits = {name: case.limits for case, name in rounds_of if case.of == "key"}
     figures: dict[str, Figure] = {"rounds": rounds, "requests_per_round": CALLERS, "gateways": 2}
     goals: list[Goal] = []
-    async with gateway_mesh(tenants=tenants, models=(FAST, HOLD, NARROW)) as mesh, _second_gateway(mesh) as second:
+    started = gateway_mesh(tenants=tenants, models=(FAST, HOLD, NARROW), key_limits=key_limits)
+    async with started as mesh, _second_gateway(mesh) as second:
         ports = (mesh.http_port, second)
         for case in CASES:
             admitted = [await _round(ports, mesh.mesh.keys[_tenant(case, number)], case) for number in range(rounds)]
             exact = sum(count == case.admitted for count in admitted)
-            figures[f"{case.name}_admitted_min"], figures[f"{case.name}_admitted_max"] = min(admitted), max(admitted)
+            figures[f"{case.label}_admitted_min"], figures[f"{case.label}_admitted_max"] = min(admitted), max(admitted)
             goals.append(
-                Goal(f"rounds that admit exactly {case.admitted}: {case.name}", f"= {rounds}", exact, exact == rounds)
+                Goal(f"rounds that admit exactly {case.admitted}: {case.label}", f"= {rounds}", exact, exact == rounds)
             )
     return Report(NAME, figures, {}, goals)
 
@@ -95,7 +116,7 @@ async def _round(ports: Sequence[int], key: str, case: Case) -> int:
         for answer in [*kept, *answers]:
             answer.close()
     unexpected = [status for status in statuses if status != 200 and status not in case.refused_as]
-    assert not unexpected, f"{case.name}: {unexpected}"
+    assert not unexpected, f"{case.label}: {unexpected}"
     return statuses.count(200)
 
 

@@ -18,12 +18,26 @@ KNOWN: Final = "rh:budgets:sequence"
 """Redis key: the ledger's sequence up to which every tenant's spend is in the store; gone = the store forgot."""
 
 
-def budget_key(tenant_id: str) -> str:
+KEY_SCOPES: Final = "rh:budgets:keys"
+"""Redis hash: id of a key with a budget → its tenant and the scope of that budget, with a space between."""
+
+
+def key_scope(key_id: str) -> str:
+    """The scope of a key. A successor by rotation goes on with the budget of the first: it is named by that one."""
+    return f"k:{key_id}"
+
+
+def model_scope(name: str) -> str:
+    """The scope of a model or adapter, by the name that is called."""
+    return f"m:{name}"
+
+
+def budget_key(tenant_id: str, scope: str = "") -> str:
     """Redis hash of a tenant: `spent:<period>:<currency>` and `reserved` in micro-units, `sequence` of the ledger.
 
-    `:holds` behind it is a sorted set of request ids by when their reservation ends, ms; `:amounts` a hash of the
-    reservations in micro-units. All with the tenant's hash tag."""
-    return f"rh:{{t:{tenant_id}}}:budget"
+    `scope`: of one key or one model of that tenant. `:holds` behind it is a sorted set of request ids by when their
+    reservation ends, ms; `:amounts` a hash of the reservations in micro-units. All with the tenant's hash tag."""
+    return f"rh:{{t:{tenant_id}}}:budget{':' + scope if scope else ''}"
 
 
 def spent_field(period: str, currency: str) -> str:

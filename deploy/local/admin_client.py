@@ -37,9 +37,15 @@ class AdminClient:
         }
         return int((await self._call("POST", "/admin/v1/catalogue", json=body))["generation"])
 
-    async def create_key(self, tenant: str) -> str:
-        """A new key of a tenant; its text is told once."""
-        body = {"tenant": tenant, "scopes": ["inference", "usage:read"], "label": "made by roundhouse up"}
+    async def create_key(self, tenant: str, limits: dict[str, Any] | None = None) -> str:
+        """A new key of a tenant, with limits of its own if given; its text is told once."""
+        body: dict[str, Any] = {
+            "tenant": tenant,
+            "scopes": ["inference", "usage:read"],
+            "label": "made by roundhouse up",
+        }
+        if limits is not None:
+            body["limits"] = limits
         return str((await self._call("POST", "/admin/v1/keys", json=body))["key"])
 
     async def usage(self, **parameters: str) -> list[dict[str, Any]]:

@@ -27,10 +27,19 @@ from roundhouse.catalogue.records import (
     Model,
     ModelLimits,
     Price,
+    ScopeLimits,
     SharingGroup,
     Tenant,
 )
-from roundhouse.catalogue.shape import AdapterShape, DatedPriceShape, ModelShape, PriceShape, TenantShape
+from roundhouse.catalogue.shape import (
+    AdapterShape,
+    BudgetShape,
+    DatedPriceShape,
+    ModelShape,
+    PriceShape,
+    ScopeLimitsShape,
+    TenantShape,
+)
 from roundhouse.catalogue.sizes import SizedVersion, SizeEstimator
 from roundhouse.catalogue.yaml_document import Path as Where
 from roundhouse.errors import InvalidInput, RoundhouseError
@@ -126,7 +135,7 @@ class _Assembly:
             tensor_parallel=shape.tensor_parallel,
             fallback=None if shape.fallback is None else ModelName(shape.fallback),
             access=tuple(shape.access.tenants),
-            tenant_limits=None if shape.tenant_limits is None else Limits(**shape.tenant_limits.model_dump()),
+            tenant_limits=None if shape.tenant_limits is None else _scope_limits(shape.tenant_limits),
             price=_price(shape.price, shape.name),
             prices=tuple(_dated_price(price, shape.name) for price in shape.prices),
         )
@@ -171,23 +180,30 @@ def _files(content: Sequence[FileEntry]) -> tuple[ContentFile, ...]:
 
 
 def _tenant(shape: TenantShape) -> Tenant:
-    budget = shape.budget
     return Tenant(
         name=TenantId(shape.name),
         weight=shape.weight,
         priority_class=PriorityClass(shape.priority_class),
         limits=Limits(**shape.limits.model_dump()),
-        budget=None if budget is None else Budget(**budget.model_dump()),
+        budget=_budget(shape.budget),
         isolation=shape.isolation,
         fallback=shape.fallback,
         models=tuple(shape.models),
         usage_retention_days=shape.usage_retention_days,
         limits_per_model=tuple(
-            ModelLimits(pattern=each.model, limits=Limits(**each.model_dump(exclude={"model"})))
-            for each in shape.limits_per_model
+            ModelLimits(pattern=each.model, limits=_scope_limits(each)) for each in shape.limits_per_model
         ),
         sharing_group=shape.sharing_group or "",
     )
+
+
+def _budget(shape: BudgetShape | None) -> Budget | None:
+    return None if shape is None else Budget(**shape.model_dump())
+
+
+def _scope_limits(shape: ScopeLimitsShape) -> ScopeLimits:
+    rates = shape.model_dump(exclude={"model", "budget"})
+    return ScopeLimits(**rates, budget=_budget(shape.budget))
 
 
 def _price(shape: PriceShape | None, name: str) -> Price | None:

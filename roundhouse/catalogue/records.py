@@ -43,19 +43,30 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 2_000_000
 
 
-class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one tenant on the names that match a glob pattern; each name is counted by itself."""
-
-    pattern: str
-    limits: Limits
-
-
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """Money a tenant may spend in a period."""
+    """Money that may be spent in a period."""
 
     amount: str  # decimal
     currency: str = "USD"
     period: str = "month"
+
+
+class ScopeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one key, or of one tenant on one model, beside the tenant's own; None = no such limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    queued_requests: int | None = None
+    queued_tokens: int | None = None
+    budget: Budget | None = None
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one tenant on the names that match a glob pattern; each name is counted by itself."""
+
+    pattern: str
+    limits: ScopeLimits
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +106,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     limits_per_model: tuple[ModelLimits, ...] = ()  # the first that matches counts
     sharing_group: str = ""  # whose cache it wants to share; the group has to list it too
 
-    def model_limits(self, name: str) -> Limits | None:
+    def model_limits(self, name: str) -> ScopeLimits | None:
         """What this tenant's declaration says of a model or adapter by its own name; None if nothing."""
         return next((one.limits for one in self.limits_per_model if fnmatchcase(name, one.pattern)), None)
 
@@ -132,7 +143,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     access: tuple[str, ...] = ("*",)  # tenant names
     price: Price | None = None
     prices: tuple[Price, ...] = ()  # further ones: of one class, or from an instant on
-    tenant_limits: Limits | None = None  # of each tenant on this model, unless the tenant's declaration says otherwise
+    tenant_limits: ScopeLimits | None = (
+        None  # of each tenant on this model, unless the tenant's declaration says otherwise
+    )
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,26 +73,29 @@ class LimitsShape(Shape):
     queued_tokens: Positive = 2_000_000  # input + allowed output; a guess: 256 long requests
 
 
-class RatesShape(Shape):
+class BudgetShape(Shape):
+    """What may be spent."""
+
+    amount: Money
+    currency: Currency = "USD"
+    period: Literal["day", "month"] = "month"
+
+
+class ScopeLimitsShape(Shape):
     """Limits on one model; a missing key is no limit."""
 
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
+    queued_requests: Count | None = None
+    queued_tokens: Positive | None = None
+    budget: BudgetShape | None = None
 
 
-class ModelLimitsShape(RatesShape):
+class ModelLimitsShape(ScopeLimitsShape):
     """Limits of a tenant on the models and adapters whose names match."""
 
     model: Pattern
-
-
-class BudgetShape(Shape):
-    """What a tenant may spend."""
-
-    amount: Money
-    currency: Currency = "USD"
-    period: Literal["day", "month"] = "month"
 
 
 class PriceShape(Shape):
@@ -197,7 +200,7 @@ class ModelShape(Shape):
     access: AccessShape = AccessShape()
     price: PriceShape | None = None
     prices: list[DatedPriceShape] = Field(default_factory=list)
-    tenant_limits: RatesShape | None = None
+    tenant_limits: ScopeLimitsShape | None = None
 
 
 class AdapterShape(Shape):

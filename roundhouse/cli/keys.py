@@ -10,6 +10,7 @@ from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data
 
 COLUMNS = ("key_id", "tenant", "scopes", "state", "created", "expires", "label")
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_BUDGET = re.compile(r"(\d{1,10}(?:\.\d{1,12})?) ?([A-Z]{3})?(?:/(day|month))?")
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 
 app = typer.Typer(
@@ -28,6 +29,9 @@ def create(
     requests_per_minute: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
     concurrent_requests: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
+    queued_requests: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
+    queued_tokens: Annotated[int | None, typer.Option(help="Limit of this key beside its tenant's.")] = None,
+    budget: Annotated[str, typer.Option(help="What may be spent with it: 25, 25EUR, 0.5USD/day.")] = "",
     output: Output = Format.TABLE,
     admin_url: AdminUrl = "",
     admin_key: AdminKey = "",
@@ -39,10 +43,13 @@ def create(
         "expires_in_s": _seconds(expires, "--expires"),
         "label": label,
     }
-    limits = {
+    limits: dict[str, object] = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
+        "queued_requests": queued_requests,
+        "queued_tokens": queued_tokens,
+        "budget": _budget(budget),
     }
     if any(value is not None for value in limits.values()):
         wish["limits"] = limits
@@ -102,6 +109,15 @@ def revoke(
         _check_id(key_id)
         ended = open_api(admin_url, admin_key).delete(f"/keys/{part(key_id)}")
         typer.echo(f"{ended['key_id']} of {ended['tenant']} is revoked")
+
+
+def _budget(text: str) -> dict[str, str] | None:
+    if not text:
+        return None
+    match = _BUDGET.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter("must be an amount such as 25, 25EUR or 0.5USD/day", param_hint="--budget")
+    return {"amount": match[1], "currency": match[2] or "USD", "period": match[3] or "month"}
 
 
 def _check_id(key_id: str) -> None:

@@ -3,18 +3,21 @@
 Each fake passes the contract suite of the real adapter.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from roundhouse.block_keys import OWN_SPACE_ONLY, SharedBeginning
-from roundhouse.catalogue.records import Limits, Model
+from roundhouse.catalogue.records import Limits, Model, ScopeLimits
 from roundhouse.errors import EngineFailed
 from roundhouse.vocabulary import KeyId, Outcome, RequestId, TenantId
 from roundhouse.wire.v1 import scheduling_pb2, usage_pb2
 from services.gateway.domain.budgets import Money
 from services.gateway.domain.limits import ScopedLimits
 from services.gateway.domain.tensors import ModelSignature, Tensor
+
+NO_COSTS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class Caller:
     key_id: KeyId
     scopes: frozenset[str]  # "inference", "usage:read", "admin"
     key_hash: str  # SHA-256 of the key, hex; for the atomic check in `Admission.admit`; empty = an issuer's token
-    limits: Limits | None = None  # of this key alone, beside its tenant's
+    limits: ScopeLimits | None = None  # of this key alone, beside its tenant's
+    family: KeyId | None = None  # the first of the keys that this one replaced; its budget goes on
     expires_ms: int = 0  # of an issuer's token, Unix time; 0 = never. Keys have theirs in the store
 
 
@@ -67,25 +71,25 @@ class Admission(Protocol):
         input_tokens: int,
         reserve_tokens: int,
         also: Sequence[ScopedLimits] = (),
-        money: Money | None = None,
+        money: Sequence[Money] = (),
     ) -> Admitted:
         """Take one request, `reserve_tokens` tokens and a concurrency lease of the tenant and of each scope in `also`.
 
         `reserve_tokens` is the whole reservation, the prompt's `input_tokens` included. Raises Unauthenticated (key
         revoked meanwhile), LimitExceeded (nothing was taken; without retry_after_ms if waiting does not help),
-        BudgetExhausted (`money`, the most that it may cost, does not fit beside what was spent and what other running
-        requests may cost), Conflict (this id was settled before), Unavailable. Idempotent by request_id.
-        A cancelled call leaves nothing counted."""
+        BudgetExhausted (one of `money`, the most that it may cost for each budget, does not fit beside what was spent
+        and what other running requests may cost), Conflict (this id was settled before), Unavailable. Idempotent by
+        request_id. A cancelled call leaves nothing counted."""
         ...
 
     async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
         """Undo an admission entirely, its count of one request too (invariant 15). Idempotent. Raises Unavailable."""
         ...
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
-        """Give back the lease and what was reserved above `used_tokens` and `cost_micro` (micro-units of money).
+    async def settle(self, admitted: Admitted, *, used_tokens: int, costs: Mapping[str, int] = NO_COSTS) -> None:
+        """Give back the lease and what was reserved above `used_tokens` and `costs`: micro-units of money by scope.
 
-        The cost is held until the ledger has counted it. Idempotent. Raises Unavailable."""
+        A cost is held until the ledger has counted it. Idempotent. Raises Unavailable."""
         ...
 
     async def renew(self, held: Sequence[Admitted]) -> None:

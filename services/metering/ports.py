@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from roundhouse.catalogue.records import Catalogue
 from roundhouse.wire.v1 import usage_pb2
-from services.metering.domain.budgets import SpendRow, SpendSums
+from services.metering.domain.budgets import NO_SCOPES, Scopes, SpendRow, SpendSums
 from services.metering.domain.ledger import Candidate, LedgerRow, RawEvent, Rejected, Result
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
 from services.metering.domain.reconciling import Billed, Emitted, Kind, Settlement
@@ -194,18 +194,19 @@ class SpendLedger(Protocol):
         """The rows after `sequence`, in order."""
         ...
 
-    async def sums(self, now_ms: int) -> tuple[int, SpendSums]:
+    async def sums(self, now_ms: int, scopes: Scopes = NO_SCOPES) -> tuple[int, SpendSums]:
         """The last sequence, and the sums of the month and the day that hold `now_ms` up to it, as of one instant."""
         ...
 
 
 class TenantSpend(Struct, frozen=True):
-    """What one tenant has spent as of a ledger row, and the requests whose rows are new in it."""
+    """What one tenant, or one scope of it, has spent as of a ledger row, and the requests whose rows are new in it."""
 
     tenant_id: str
     sequence: int
     sums: dict[tuple[str, str], Decimal]  # (period, currency) → amount, of every period that is not over
     counted: tuple[tuple[int, str], ...] = ()  # (sequence of the row, request id)
+    scope: str = ""
 
 
 class BudgetStore(Protocol):
@@ -213,6 +214,10 @@ class BudgetStore(Protocol):
 
     async def write(self, spends: Sequence[TenantSpend]) -> None:
         """Tell what tenants have spent. Idempotent, and never goes back to an earlier sequence."""
+        ...
+
+    async def key_scopes(self) -> Mapping[str, tuple[str, str]]:
+        """The keys that have a budget of their own: id → tenant and scope."""
         ...
 
     async def known(self) -> int | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -56,7 +56,7 @@ class World:
     async def admit(self, name: str, cost: int, limits: Limits = UNLIMITED, **money: Any) -> Admitted:
         """Ask for a request."""
         admitted: Admitted = await self.admission.admit(
-            CALLER, RequestId(name), limits, input_tokens=0, reserve_tokens=1, money=asks(cost, **money)
+            CALLER, RequestId(name), limits, input_tokens=0, reserve_tokens=1, money=[asks(cost, **money)]
         )
         return admitted
 
@@ -65,7 +65,7 @@ class World:
         self.sequence += 1
         self.spent += cost
         if self.redis is None:
-            self.admission.purses[ACME] = self.admission.purses[ACME].count(name, cost)
+            self.admission.purses[ACME, ""] = self.admission.purses[ACME, ""].count(name, cost)
             return
         field = spent_field(PERIOD, "USD")
         await count_script(
@@ -100,21 +100,21 @@ async def test_reservations_and_spend_together_stay_within_the_budget(world: Wor
     await world.admit("r3", 40)
     with pytest.raises(BudgetExhausted, match=r"is spent \(with what running requests may cost\)"):
         await world.admit("r4", 1)
-    await world.admission.settle(first, used_tokens=1, cost_micro=10)
+    await world.admission.settle(first, used_tokens=1, costs={"": 10})
     await world.admit("r5", 50)  # 100 - 10 - 40
 
 
 async def test_a_cost_is_counted_once_between_its_end_and_its_ledger_row(world: World) -> None:
     """Settled at 30 and not in the ledger yet: 70 are left; in the ledger: still 70. The row may come first, too."""
     first = await world.admit("r1", 60)
-    await world.admission.settle(first, used_tokens=1, cost_micro=30)
+    await world.admission.settle(first, used_tokens=1, costs={"": 30})
     for _ in range(2):
         with pytest.raises(BudgetExhausted):
             await world.admit("big", 71)
         await world.count("r1", 30) if world.spent == 0 else None
     second = await world.admit("r2", 70)
     await world.count("r2", 20)
-    await world.admission.settle(second, used_tokens=1, cost_micro=20)
+    await world.admission.settle(second, used_tokens=1, costs={"": 20})
     with pytest.raises(BudgetExhausted):
         await world.admit("r3", 51)  # 100 - 30 - 20
     await world.admit("r3", 50)
@@ -130,7 +130,7 @@ async def test_a_request_of_a_dead_gateway_gives_its_reservation_back(world: Wor
         await world.admit("r2", 41)
     world.clock.advance(1)
     second = await world.admit("r2", 100)
-    await world.admission.settle(second, used_tokens=1, cost_micro=100)
+    await world.admission.settle(second, used_tokens=1, costs={"": 100})
     world.clock.advance(SETTLED_HOLD_MS - 1)
     with pytest.raises(BudgetExhausted):
         await world.admit("r3", 1)
@@ -156,6 +156,39 @@ async def test_a_new_period_starts_at_nothing_and_a_free_request_always_fits(wor
     await world.admit("r2", 0)
     if world.redis is not None:
         await world.admit("r3", 100, period="2026-12")
+
+
+async def test_budgets_of_a_key_and_a_model_are_taken_with_the_tenants_or_not_at_all(world: World) -> None:
+    """Tenant 100, key 70, model 50, another currency's budget 5. What one of them refuses takes nothing of the others;
+    settled, each has what the request cost in its own currency."""
+    key, model = Budget(amount="0.00007"), Budget(amount="0.00005")
+    euros = Budget(amount="0.000005", currency="EUR")
+
+    async def admit(name: str, cost: int, scope: str = "m:small") -> Admitted:
+        money = [asks(cost), replace(asks(cost, key), scope="k:key-1"), replace(asks(cost, model), scope=scope)]
+        if scope == "m:abroad":
+            money[2] = replace(asks(cost // 10, euros), scope=scope)
+        admitted: Admitted = await world.admission.admit(
+            CALLER, RequestId(name), UNLIMITED, input_tokens=0, reserve_tokens=1, money=money
+        )
+        return admitted
+
+    first = await admit("r1", 40)
+    with pytest.raises(BudgetExhausted, match=r"2026-11 of this model has 0.00001 left"):
+        await admit("r2", 20)
+    second = await admit("r3", 30, "m:abroad")  # the key has 70 - 40 = 30 left: nothing was taken by r2
+    with pytest.raises(BudgetExhausted, match=r"of this key is spent \(with what running requests may cost\)"):
+        await admit("r4", 1, "m:other")
+    await world.admission.renew([first, second])
+    await world.admission.settle(first, used_tokens=1, costs={"": 10, "k:key-1": 10, "m:small": 10})
+    await world.admission.settle(second, used_tokens=1, costs={"": 20, "k:key-1": 20, "m:abroad": 2})
+    with pytest.raises(BudgetExhausted, match="of this key"):
+        await admit("r5", 41, "m:other")
+    with pytest.raises(BudgetExhausted, match="of this model"):
+        await admit("r5", 40, "m:abroad")  # 4 asked, 3 left
+    await admit("r5", 40)  # the model has 40 left, the key 40
+    await world.admission.withdraw(ACME, RequestId("r5"))
+    await admit("r6", 40)
 
 
 async def test_many_at_once_never_overspend(world: World) -> None:

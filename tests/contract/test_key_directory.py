@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.errors import NotFound, Unauthenticated, Unavailable
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId, TenantId
@@ -176,7 +176,7 @@ async def test_a_revoked_key_does_not_come_back_by_ending_it_later(world: World)
 
 async def test_a_keys_own_limits_are_told_with_it(world: World) -> None:
     """Admission gets them from whoever calls."""
-    own = Limits(requests_per_minute=3)
+    own = ScopeLimits(requests_per_minute=3)
     record = KeyRecord(
         KeyId("key-1"), TenantId("acme"), key_hash(K1), frozenset({INFERENCE}), "", world.clock.now_ms(), 0, limits=own
     )

@@ -27,6 +27,7 @@ from services.scheduler.domain.records import (
     Part,
     Progress,
     QueueEntry,
+    QueueLimit,
     RefusalReason,
     Room,
     Tokens,
@@ -55,6 +56,11 @@ versions = st.sampled_from(VERSIONS)
 nodes = st.sampled_from(NODES)
 instances = st.builds(instance_key, nodes, versions)
 warm = st.lists(st.tuples(instances, st.integers(0, 2_000)), max_size=3, unique_by=lambda each: each[0]).map(tuple)
+further_queues = st.lists(
+    st.builds(QueueLimit, st.sampled_from(["k:1", "k:2", "m:a"]), st.integers(-1, 3), st.sampled_from([0, 1, 900])),
+    max_size=2,
+    unique_by=lambda each: each.scope,
+).map(tuple)
 owners = st.sampled_from(["", "", "a-b"])
 costs = st.sampled_from([0, 3, 100, 2_000])
 offers = st.lists(
@@ -127,6 +133,7 @@ class BothStores(RuleBasedStateMachine):
             st.sampled_from([0, 0, 100]),
         ),
         cached=warm,
+        queues=further_queues,
     )
     def enqueue(
         self,
@@ -139,10 +146,11 @@ class BothStores(RuleBasedStateMachine):
         weight: int,
         room: Room,
         cached: Any,
+        queues: Any,
     ) -> None:
         payload = attempt.encode() + b"\xff"
         deadline_ms = self.now_ms + patience
-        entry = QueueEntry(attempt, tenant, version, name, *size, deadline_ms, weight, payload, cached)
+        entry = QueueEntry(attempt, tenant, version, name, *size, deadline_ms, weight, payload, cached, queues)
         self.enqueue_one(entry, room)
 
     @rule(offered=offers, limit=st.integers(1, 4))

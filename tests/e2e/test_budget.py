@@ -22,6 +22,14 @@ def ask(mesh: Mesh, max_tokens: int) -> httpx.Response:
     return httpx.post(f"{mesh.http_url}/v1/chat/completions", json=body, headers=headers, timeout=60)
 
 
+def admin(mesh: Mesh, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What the admin API made."""
+    headers = {"Authorization": f"Bearer {mesh.admin_key}"}
+    answer = httpx.post(f"{mesh.admin_url}/admin/v1/{path}", json=body, headers=headers, timeout=30)
+    made: dict[str, Any] = answer.raise_for_status().json()
+    return made
+
+
 def cost(answer: httpx.Response) -> int:
     """Micro-units of an answer."""
     assert answer.is_success, answer.text
@@ -61,3 +69,29 @@ def test_what_is_spent_comes_back_to_the_gateway_and_refuses_in_the_end(mesh: Me
         spent += cost(ask(mesh, 2))
         wait_for_spent(redis, spent)
         assert spent <= FRUGAL_MICRO
+
+
+def test_a_key_has_a_budget_of_its_own_that_its_successor_goes_on_with(mesh: Mesh) -> None:
+    """60 micro-units for a key of a tenant without a budget: spent with it, refused to it and to its successor, and the
+    tenant's other key goes on."""
+    wish = {"tenant": "acme", "limits": {"budget": {"amount": "0.00006"}}}
+    made = admin(mesh, "keys", wish)
+
+    def say(key: str, max_tokens: int) -> httpx.Response:
+        body = {"model": "story", "max_tokens": max_tokens, "messages": [{"role": "user", "content": "hello"}]}
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{mesh.http_url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+    spent = cost(say(made["key"], 20))
+    field = spent_field(period_text("month", round(time.time() * 1000)), "USD")
+    with Redis.from_url(mesh.redis_url) as redis:
+        deadline = time.monotonic() + 30
+        while int(redis.hget(budget_key("acme", f"k:{made['key_id']}"), field) or 0) != spent:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    successor = admin(mesh, f"keys/{made['key_id']}/rotate", {"overlap_s": 60})
+    for key in (made["key"], successor["key"]):
+        refused = say(key, 30)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+        assert "of this key has" in refused.json()["error"]["message"]
+    assert say(mesh.keys["acme"], 30).is_success

@@ -1,7 +1,7 @@
 """In-memory admission, keys and directory over the pure twins. They pass the contract suites of the real adapters."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from roundhouse.catalogue.records import Limits
@@ -12,7 +12,7 @@ from services.gateway.adapters.admission import budget_exhausted, limit_exceeded
 from services.gateway.domain import budgets, keys, limits
 from services.gateway.domain.keys import KeyRecord
 from services.gateway.domain.limits import ScopedLimits
-from services.gateway.ports import Admitted, Caller
+from services.gateway.ports import NO_COSTS, Admitted, Caller
 
 
 class InMemoryKeys:
@@ -66,7 +66,7 @@ class InMemoryKeys:
         record = next((one for one in self._records.values() if one.key_hash == key_hash), None)
         if record is None or record.state(self._clock.now_ms()) != "active":
             raise Unauthenticated("the API key is not valid")
-        return Caller(record.tenant_id, record.key_id, record.scopes, key_hash, record.limits)
+        return Caller(record.tenant_id, record.key_id, record.scopes, key_hash, record.limits, family=record.family)
 
     def is_alive(self, tenant_id: TenantId, key_hash: str) -> bool:
         """What admission asks."""
@@ -86,7 +86,7 @@ class InMemoryAdmission:
 
     def __init__(self, clock: Clock, key_registry: InMemoryKeys) -> None:
         self.away = False
-        self.purses: dict[TenantId, budgets.Purse] = defaultdict(budgets.Purse)
+        self.purses: dict[tuple[TenantId, str], budgets.Purse] = defaultdict(budgets.Purse)  # by tenant and scope
         self.uses: dict[TenantId, limits.TenantUse] = defaultdict(limits.TenantUse)
         self._clock = clock
         self._keys = key_registry
@@ -100,7 +100,7 @@ class InMemoryAdmission:
         input_tokens: int,
         reserve_tokens: int,
         also: Sequence[ScopedLimits] = (),
-        money: budgets.Money | None = None,
+        money: Sequence[budgets.Money] = (),
     ) -> Admitted:
         """See `Admission.admit`."""
         self._check()
@@ -108,12 +108,12 @@ class InMemoryAdmission:
         if not self._is_alive(caller):
             raise Unauthenticated("the API key is not valid")
         use = self.uses[caller.tenant_id]
-        purse = self.purses[caller.tenant_id]
-        if money is not None and request_id not in use.tickets and request_id not in use.ended:
-            purse = self._reserved(purse, request_id, money)
+        purses = {}
+        if request_id not in use.tickets and request_id not in use.ended:
+            purses = {(caller.tenant_id, each.scope): self._reserved(caller, request_id, each) for each in money}
         after, answer = _admit(use, request_id, reserve_tokens, limits, also, self._clock.now_ms())
         self.uses[caller.tenant_id] = after
-        self.purses[caller.tenant_id] = purse
+        self.purses.update(purses)
         return Admitted(
             ticket=request_id,
             tenant_id=caller.tenant_id,
@@ -131,27 +131,28 @@ class InMemoryAdmission:
             return not keys.has_expired(caller.expires_ms, self._clock.now_ms())
         return self._keys.is_alive(caller.tenant_id, caller.key_hash)
 
-    def _reserved(self, purse: budgets.Purse, request_id: RequestId, money: budgets.Money) -> budgets.Purse:
-        now_ms = self._clock.now_ms()
+    def _reserved(self, caller: Caller, request_id: RequestId, money: budgets.Money) -> budgets.Purse:
+        now_ms, purse = self._clock.now_ms(), self.purses[caller.tenant_id, money.scope]
         answer = purse.admit(request_id, money.cost_micro, money.limit_micro, now_ms)
         if isinstance(answer, budgets.Refused):
             raise budget_exhausted(money, purse.spent, answer.reserved)
         return answer
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
+    async def settle(self, admitted: Admitted, *, used_tokens: int, costs: Mapping[str, int] = NO_COSTS) -> None:
         """See `Admission.settle`."""
         self._check()
         use = self.uses[admitted.tenant_id]
-        if admitted.ticket in use.tickets:
-            purse = self.purses[admitted.tenant_id]
-            self.purses[admitted.tenant_id] = purse.settle(admitted.ticket, cost_micro, self._clock.now_ms())
+        self._change(
+            admitted.tenant_id,
+            admitted.ticket,
+            lambda purse, scope: purse.settle(admitted.ticket, costs.get(scope, 0), self._clock.now_ms()),
+        )
         self.uses[admitted.tenant_id] = limits.settle(use, admitted.ticket, used_tokens, self._clock.now_ms())
 
     async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
         """Undo an admission entirely."""
         self._check()
-        if request_id in self.uses[tenant_id].tickets:
-            self.purses[tenant_id] = self.purses[tenant_id].settle(request_id, 0, self._clock.now_ms())
+        self._change(tenant_id, request_id, lambda purse, _: purse.settle(request_id, 0, self._clock.now_ms()))
         self.uses[tenant_id] = limits.withdraw(self.uses[tenant_id], request_id, self._clock.now_ms())
 
     async def renew(self, held: Sequence[Admitted]) -> None:
@@ -160,9 +161,20 @@ class InMemoryAdmission:
         for admitted in held:
             use = self.uses[admitted.tenant_id]
             self.uses[admitted.tenant_id] = limits.renew(use, admitted.ticket, self._clock.now_ms())
-            if admitted.ticket in use.tickets:
-                purse = self.purses[admitted.tenant_id]
-                self.purses[admitted.tenant_id] = purse.renew(admitted.ticket, self._clock.now_ms())
+            self._renew_money(admitted)
+
+    def _renew_money(self, admitted: Admitted) -> None:
+        now_ms = self._clock.now_ms()
+        self._change(admitted.tenant_id, admitted.ticket, lambda purse, _: purse.renew(admitted.ticket, now_ms))
+
+    def _change(
+        self, tenant_id: TenantId, ticket: RequestId, change: Callable[[budgets.Purse, str], budgets.Purse]
+    ) -> None:
+        """Every purse of a request that has not ended."""
+        if ticket in self.uses[tenant_id].tickets:
+            for (owner, scope), purse in self.purses.items():
+                if owner == tenant_id:
+                    self.purses[owner, scope] = change(purse, scope)
 
     async def aclose(self) -> None:
         """Nothing runs in the background here."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from roundhouse.wire.v1 import vocabulary_pb2 as roundhouse_dot_v1_dot_vocabulary__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eroundhouse/v1/scheduling.proto\x12\rroundhouse.v1\x1a\x1eroundhouse/v1/vocabulary.proto\"\xf6\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\ttenant_id\x18\x04 \x01(\t\x12\x0e\n\x06key_id\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\t \x01(\t\x12\x34\n\x0epriority_class\x18\n \x01(\x0e\x32\x1c.roundhouse.v1.PriorityClass\x12\x14\n\x0cinput_tokens\x18\x0b \x01(\r\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\r \x01(\x03\x12\x12\n\nblock_keys\x18\x0e \x03(\x0c\x12\x0c\n\x04pool\x18\x0f \x01(\t\x12\x18\n\x10\x66\x61llback_allowed\x18\x10 \x01(\x08\"\xa0\x01\n\x0bSubmitReply\x12+\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x17.roundhouse.v1.AcceptedH\x00\x12)\n\x07refused\x18\x02 \x01(\x0b\x32\x16.roundhouse.v1.RefusedH\x00\x12/\n\nredirected\x18\x03 \x01(\x0b\x32\x19.roundhouse.v1.RedirectedH\x00\x42\x08\n\x06result\"\\\n\nRedirected\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x19\n\x11\x65stimated_wait_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"w\n\x08\x41\x63\x63\x65pted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x19\n\x11\x65stimated_wait_ms\x18\x02 \x01(\r\x12\x0c\n\x04\x63old\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12 \n\x18\x65stimated_first_token_ms\x18\x05 \x01(\r\"\xf9\x01\n\x07Refused\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.roundhouse.v1.Refused.Reason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"\x95\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_QUEUE_FULL\x10\x01\x12\x15\n\x11REASON_NEVER_FITS\x10\x02\x12\x13\n\x0fREASON_DEADLINE\x10\x03\x12\x16\n\x12REASON_UNAVAILABLE\x10\x04\x12\x18\n\x14REASON_MODEL_UNKNOWN\x10\x05\"\x94\x01\n\tPlacement\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.roundhouse.v1.NodeRole\x12\x1b\n\x13triton_grpc_address\x18\x03 \x01(\t\x12\x19\n\x11triton_model_name\x18\x04 \x01(\t\x12\x17\n\x0fkvstore_address\x18\x05 \x01(\t\"\xd6\x01\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x1d\n\x15lease_expires_unix_ms\x18\x04 \x01(\x03\x12,\n\nplacements\x18\x05 \x03(\x0b\x32\x18.roundhouse.v1.Placement\x12\x10\n\x08queue_ms\x18\x06 \x01(\r\x12\x10\n\x08stage_ms\x18\x07 \x01(\r\x12\x0f\n\x07load_ms\x18\x08 \x01(\r\x12\x14\n\x0c\x61\x64\x61pter_path\x18\t \x01(\t\"Y\n\tRejection\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x07refused\x18\x03 \x01(\x0b\x32\x16.roundhouse.v1.Refused\"m\n\rGrantDelivery\x12%\n\x05grant\x18\x01 \x01(\x0b\x32\x14.roundhouse.v1.GrantH\x00\x12-\n\trejection\x18\x02 \x01(\x0b\x32\x18.roundhouse.v1.RejectionH\x00\x42\x06\n\x04what\"\x1a\n\x08GrantAck\x12\x0e\n\x06wanted\x18\x01 \x01(\x08\"O\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\"\xbf\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\'\n\x07outcome\x18\x05 \x01(\x0e\x32\x16.roundhouse.v1.Outcome\x12\x14\n\x0cinput_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x15\n\routput_tokens\x18\x08 \x01(\r\x12\x0e\n\x06run_ms\x18\t \x01(\r\x12\x17\n\x0finstance_broken\x18\n \x01(\x08\x12\x0f\n\x07node_id\x18\x0b \x01(\t\x12\x16\n\x0e\x66irst_token_ms\x18\x0c \x01(\r\x12\x1b\n\x13\x66irst_token_node_id\x18\r \x01(\t\x12\x12\n\nhandoff_ms\x18\x0e \x01(\r\"-\n\x0e\x45xplainRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"<\n\x0c\x45xplainReply\x12,\n\x07waiting\x18\x01 \x03(\x0b\x32\x1b.roundhouse.v1.WaitingModel\"\xb9\x01\n\x0cWaitingModel\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12,\n\x07version\x18\x02 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x11\n\toldest_ms\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\x1a\n\x12\x65stimated_start_ms\x18\x08 \x01(\r\"\x8e\x01\n\tHeartbeat\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x02 \x01(\x03\x12,\n\x06leases\x18\x03 \x03(\x0b\x32\x1c.roundhouse.v1.LeaseProgress\x12)\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x17.roundhouse.v1.Finished\"\x98\x01\n\rLeaseProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x14\n\x0cinput_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eroundhouse/v1/scheduling.proto\x12\rroundhouse.v1\x1a\x1eroundhouse/v1/vocabulary.proto\"\xa7\x03\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\ttenant_id\x18\x04 \x01(\t\x12\x0e\n\x06key_id\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\t \x01(\t\x12\x34\n\x0epriority_class\x18\n \x01(\x0e\x32\x1c.roundhouse.v1.PriorityClass\x12\x14\n\x0cinput_tokens\x18\x0b \x01(\r\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\r \x01(\x03\x12\x12\n\nblock_keys\x18\x0e \x03(\x0c\x12\x0c\n\x04pool\x18\x0f \x01(\t\x12\x18\n\x10\x66\x61llback_allowed\x18\x10 \x01(\x08\x12/\n\x0cqueue_limits\x18\x11 \x03(\x0b\x32\x19.roundhouse.v1.QueueLimit\"=\n\nQueueLimit\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x03\"\xa0\x01\n\x0bSubmitReply\x12+\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x17.roundhouse.v1.AcceptedH\x00\x12)\n\x07refused\x18\x02 \x01(\x0b\x32\x16.roundhouse.v1.RefusedH\x00\x12/\n\nredirected\x18\x03 \x01(\x0b\x32\x19.roundhouse.v1.RedirectedH\x00\x42\x08\n\x06result\"\\\n\nRedirected\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x19\n\x11\x65stimated_wait_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"w\n\x08\x41\x63\x63\x65pted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x19\n\x11\x65stimated_wait_ms\x18\x02 \x01(\r\x12\x0c\n\x04\x63old\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12 \n\x18\x65stimated_first_token_ms\x18\x05 \x01(\r\"\xf9\x01\n\x07Refused\x12-\n\x06reason\x18\x01 \x01(\x0e\x32\x1d.roundhouse.v1.Refused.Reason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"\x95\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_QUEUE_FULL\x10\x01\x12\x15\n\x11REASON_NEVER_FITS\x10\x02\x12\x13\n\x0fREASON_DEADLINE\x10\x03\x12\x16\n\x12REASON_UNAVAILABLE\x10\x04\x12\x18\n\x14REASON_MODEL_UNKNOWN\x10\x05\"\x94\x01\n\tPlacement\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.roundhouse.v1.NodeRole\x12\x1b\n\x13triton_grpc_address\x18\x03 \x01(\t\x12\x19\n\x11triton_model_name\x18\x04 \x01(\t\x12\x17\n\x0fkvstore_address\x18\x05 \x01(\t\"\xd6\x01\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x1d\n\x15lease_expires_unix_ms\x18\x04 \x01(\x03\x12,\n\nplacements\x18\x05 \x03(\x0b\x32\x18.roundhouse.v1.Placement\x12\x10\n\x08queue_ms\x18\x06 \x01(\r\x12\x10\n\x08stage_ms\x18\x07 \x01(\r\x12\x0f\n\x07load_ms\x18\x08 \x01(\r\x12\x14\n\x0c\x61\x64\x61pter_path\x18\t \x01(\t\"Y\n\tRejection\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x07refused\x18\x03 \x01(\x0b\x32\x16.roundhouse.v1.Refused\"m\n\rGrantDelivery\x12%\n\x05grant\x18\x01 \x01(\x0b\x32\x14.roundhouse.v1.GrantH\x00\x12-\n\trejection\x18\x02 \x01(\x0b\x32\x18.roundhouse.v1.RejectionH\x00\x42\x06\n\x04what\"\x1a\n\x08GrantAck\x12\x0e\n\x06wanted\x18\x01 \x01(\x08\"O\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\"\xab\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\'\n\x07outcome\x18\x05 \x01(\x0e\x32\x16.roundhouse.v1.Outcome\x12\x14\n\x0cinput_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x15\n\routput_tokens\x18\x08 \x01(\r\x12\x0e\n\x06run_ms\x18\t \x01(\r\x12\x17\n\x0finstance_broken\x18\n \x01(\x08\x12\x0f\n\x07node_id\x18\x0b \x01(\t\x12\x16\n\x0e\x66irst_token_ms\x18\x0c \x01(\r\x12\x1b\n\x13\x66irst_token_node_id\x18\r \x01(\t\"-\n\x0e\x45xplainRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"<\n\x0c\x45xplainReply\x12,\n\x07waiting\x18\x01 \x03(\x0b\x32\x1b.roundhouse.v1.WaitingModel\"\xb9\x01\n\x0cWaitingModel\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12,\n\x07version\x18\x02 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x11\n\toldest_ms\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\x1a\n\x12\x65stimated_start_ms\x18\x08 \x01(\r\"\x8e\x01\n\tHeartbeat\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x02 \x01(\x03\x12,\n\x06leases\x18\x03 \x03(\x0b\x32\x1c.roundhouse.v1.LeaseProgress\x12)\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x17.roundhouse.v1.Finished\"\x98\x01\n\rLeaseProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x14\n\x0cinput_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,39 +33,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'roundhouse.v1.scheduling_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBMITREQUEST']._serialized_start=82
-  _globals['_SUBMITREQUEST']._serialized_end=456
-  _globals['_SUBMITREPLY']._serialized_start=459
-  _globals['_SUBMITREPLY']._serialized_end=619
-  _globals['_REDIRECTED']._serialized_start=621
-  _globals['_REDIRECTED']._serialized_end=713
-  _globals['_ACCEPTED']._serialized_start=715
-  _globals['_ACCEPTED']._serialized_end=834
-  _globals['_REFUSED']._serialized_start=837
-  _globals['_REFUSED']._serialized_end=1086
-  _globals['_REFUSED_REASON']._serialized_start=937
-  _globals['_REFUSED_REASON']._serialized_end=1086
-  _globals['_PLACEMENT']._serialized_start=1089
-  _globals['_PLACEMENT']._serialized_end=1237
-  _globals['_GRANT']._serialized_start=1240
-  _globals['_GRANT']._serialized_end=1454
-  _globals['_REJECTION']._serialized_start=1456
-  _globals['_REJECTION']._serialized_end=1545
-  _globals['_GRANTDELIVERY']._serialized_start=1547
-  _globals['_GRANTDELIVERY']._serialized_end=1656
-  _globals['_GRANTACK']._serialized_start=1658
-  _globals['_GRANTACK']._serialized_end=1684
-  _globals['_CANCEL']._serialized_start=1686
-  _globals['_CANCEL']._serialized_end=1765
-  _globals['_FINISHED']._serialized_start=1768
-  _globals['_FINISHED']._serialized_end=2087
-  _globals['_EXPLAINREQUEST']._serialized_start=2089
-  _globals['_EXPLAINREQUEST']._serialized_end=2134
-  _globals['_EXPLAINREPLY']._serialized_start=2136
-  _globals['_EXPLAINREPLY']._serialized_end=2196
-  _globals['_WAITINGMODEL']._serialized_start=2199
-  _globals['_WAITINGMODEL']._serialized_end=2384
-  _globals['_HEARTBEAT']._serialized_start=2387
-  _globals['_HEARTBEAT']._serialized_end=2529
-  _globals['_LEASEPROGRESS']._serialized_start=2532
-  _globals['_LEASEPROGRESS']._serialized_end=2684
+  _globals['_SUBMITREQUEST']._serialized_end=505
+  _globals['_QUEUELIMIT']._serialized_start=507
+  _globals['_QUEUELIMIT']._serialized_end=568
+  _globals['_SUBMITREPLY']._serialized_start=571
+  _globals['_SUBMITREPLY']._serialized_end=731
+  _globals['_REDIRECTED']._serialized_start=733
+  _globals['_REDIRECTED']._serialized_end=825
+  _globals['_ACCEPTED']._serialized_start=827
+  _globals['_ACCEPTED']._serialized_end=946
+  _globals['_REFUSED']._serialized_start=949
+  _globals['_REFUSED']._serialized_end=1198
+  _globals['_REFUSED_REASON']._serialized_start=1049
+  _globals['_REFUSED_REASON']._serialized_end=1198
+  _globals['_PLACEMENT']._serialized_start=1201
+  _globals['_PLACEMENT']._serialized_end=1349
+  _globals['_GRANT']._serialized_start=1352
+  _globals['_GRANT']._serialized_end=1566
+  _globals['_REJECTION']._serialized_start=1568
+  _globals['_REJECTION']._serialized_end=1657
+  _globals['_GRANTDELIVERY']._serialized_start=1659
+  _globals['_GRANTDELIVERY']._serialized_end=1768
+  _globals['_GRANTACK']._serialized_start=1770
+  _globals['_GRANTACK']._serialized_end=1796
+  _globals['_CANCEL']._serialized_start=1798
+  _globals['_CANCEL']._serialized_end=1877
+  _globals['_FINISHED']._serialized_start=1880
+  _globals['_FINISHED']._serialized_end=2179
+  _globals['_EXPLAINREQUEST']._serialized_start=2181
+  _globals['_EXPLAINREQUEST']._serialized_end=2226
+  _globals['_EXPLAINREPLY']._serialized_start=2228
+  _globals['_EXPLAINREPLY']._serialized_end=2288
+  _globals['_WAITINGMODEL']._serialized_start=2291
+  _globals['_WAITINGMODEL']._serialized_end=2476
+  _globals['_HEARTBEAT']._serialized_start=2479
+  _globals['_HEARTBEAT']._serialized_end=2621
+  _globals['_LEASEPROGRESS']._serialized_start=2624
+  _globals['_LEASEPROGRESS']._serialized_end=2776
 # @@protoc_insertion_point(module_scope)

@@ -42,6 +42,7 @@ class SubmitRequest(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     FALLBACK_ALLOWED_FIELD_NUMBER: _builtins.int
+    QUEUE_LIMITS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     gateway_id: _builtins.str
@@ -66,6 +67,10 @@ class SubmitRequest(_message.Message):
     def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """prefix block keys of the prompt, first to last"""
 
+    @_builtins.property
+    def queue_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueLimit]:
+        """beside the tenant's"""
+
     def __init__(
         self,
         *,
@@ -85,14 +90,45 @@ class SubmitRequest(_message.Message):
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         pool: _builtins.str = ...,
         fallback_allowed: _builtins.bool = ...,
+        queue_limits: _abc.Iterable[Global___QueueLimit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_ms", b"deadline_unix_ms", "fallback_allowed", b"fallback_allowed", "gateway_id", b"gateway_id", "input_tokens", b"input_tokens", "key_id", b"key_id", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "pool", b"pool", "priority_class", b"priority_class", "request_id", b"request_id", "tenant_id", b"tenant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_unix_ms", b"deadline_unix_ms", "fallback_allowed", b"fallback_allowed", "gateway_id", b"gateway_id", "input_tokens", b"input_tokens", "key_id", b"key_id", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "pool", b"pool", "priority_class", b"priority_class", "queue_limits", b"queue_limits", "request_id", b"request_id", "tenant_id", b"tenant_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+
+@_typing.final
+class QueueLimit(_message.Message):
+    """How much of one key, or of one tenant on one model, may be queued in a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPE_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    scope: _builtins.str
+    """"k:<key id>" or "m:<name that was called>" """
+    requests: _builtins.int
+    """-1 = no limit"""
+    tokens: _builtins.int
+    """input + allowed output; 0 = no limit"""
+    def __init__(
+        self,
+        *,
+        scope: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "scope", b"scope", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueLimit: _TypeAlias = QueueLimit  # noqa: Y015
 
 @_typing.final
 class SubmitReply(_message.Message):

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from roundhouse.catalogue.problems import DeclarationRefused
-from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.catalogue.yaml_document import BYTES_MAX
 from roundhouse.clock import Clock
@@ -57,12 +57,23 @@ class ApplyBody(msgspec.Struct, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class KeyBudget(msgspec.Struct, forbid_unknown_fields=True):
+    """What may be spent with one key in a period."""
+
+    amount: str  # decimal
+    currency: str = "USD"
+    period: str = "month"
+
+
 class KeyLimits(msgspec.Struct, forbid_unknown_fields=True):
     """Limits of one key, beside its tenant's; what is left out is no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
+    queued_requests: int | None = None
+    queued_tokens: int | None = None
+    budget: KeyBudget | None = None
 
 
 class KeyBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -179,7 +190,7 @@ class _AdminApi:
 
     async def create_key(self, request: Request, caller: Caller) -> Response:
         body = await self._body(request, KeyBody)
-        limits = None if body.limits is None else Limits(**msgspec.structs.asdict(body.limits))
+        limits = None if body.limits is None else msgspec.convert(msgspec.to_builtins(body.limits), ScopeLimits)
         wish = KeyWish(body.tenant, body.scopes, body.expires_in_s, body.label, limits)
         made = await self._services.keys.create(wish, actor=caller.key_id)
         shown = admin_json.key_json(made.record, self._services.keys.state_of(made.record))

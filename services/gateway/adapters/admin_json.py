@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from roundhouse.catalogue.problems import DeclarationRefused
-from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.domain.keys import KeyRecord
 from services.gateway.operations.apply import Applied
@@ -55,9 +57,9 @@ def key_json(record: KeyRecord, state: str) -> dict[str, Any]:
     }
 
 
-def _limits_json(limits: Limits | None) -> dict[str, int | None] | None:
-    names = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-    return None if limits is None else {name: getattr(limits, name) for name in names}
+def _limits_json(limits: ScopeLimits | None) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = msgspec.to_builtins(limits)
+    return found
 
 
 def node_json(state: loading_pb2.NodeState) -> dict[str, Any]:

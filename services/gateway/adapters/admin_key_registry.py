@@ -1,6 +1,6 @@
 """Keys in Redis: made, listed and revoked.
 
-Three places, written in an order that never lets half a key work: the tenant's slot first (record and alive mark, one
+Written in an order that never lets half a key work: the tenant's slot first (record and alive mark, one
 transaction), the id → tenant pointer, and last the hash index through which callers are found. Revoking goes the other
 way round: the alive mark, which every admission checks, goes first, so the key is dead everywhere with that one write.
 """
@@ -12,6 +12,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from roundhouse.budgets import KEY_SCOPES, key_scope
 from roundhouse.errors import NotFound, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
 from services.gateway.adapters import redis_names
@@ -33,6 +34,9 @@ class RedisKeyRegistry:
     async def add(self, record: KeyRecord) -> None:
         """See `KeyRegistry.add`. Cancelled midway, the key may be listed but does not work yet: add it again."""
         try:
+            if record.limits is not None and record.limits.budget is not None:  # before the key works: metering sums it
+                scope = key_scope(record.family or record.key_id)
+                await cast("Any", self._redis.hset(KEY_SCOPES, record.key_id, f"{record.tenant_id} {scope}"))
             await self._write_alive(record)
             await self._redis.set(redis_names.key_owner(record.key_id), record.tenant_id)
             await self._write_index(record, record.created_ms)
@@ -81,7 +85,12 @@ class RedisKeyRegistry:
 
     async def _write_index(self, record: KeyRecord, now_ms: int) -> None:
         entry = IndexEntry(
-            record.tenant_id, record.key_id, tuple(sorted(record.scopes)), record.expires_ms, record.limits
+            tenant=record.tenant_id,
+            key_id=record.key_id,
+            scopes=tuple(sorted(record.scopes)),
+            expires_ms=record.expires_ms,
+            limits=record.limits,
+            family=record.family,
         )
         kept_ms = max(0, record.expires_ms - now_ms) + INDEX_SLACK_MS if record.expires_ms else None
         await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), px=kept_ms)

@@ -1,16 +1,18 @@
--- Admits one request or refuses it, in one step: key alive, budget, and the limits of the tenant, the key and the model.
+-- Admits one request or refuses it, in one step: key alive, and the budgets and limits of the tenant, key and model.
 -- The pure twin, with the reasons for the arithmetic, is services/gateway/domain/limits.py. Refused writes nothing.
--- KEYS (one tenant, one slot): 1 alive keys  2 ticket of this request  3 budget  4 settlements, then for each scope:
---       meters, leases. budget.lua is put before this.
+-- KEYS (one tenant, one slot): 1 alive keys  2 ticket of this request  3 settlements, then for each scope: meters,
+--       leases, budget. budget.lua is put before this.
 -- ARGV: 1 key hash ("" = a token of an issuer)  2 when that token expires, ms (0 = never)  3 request id
 --       4 tokens to reserve  5 lease ms  6 ticket ms  7 retry ms when only concurrency refuses
---       8 now ms ("" = the store's clock)  9 budget ("" = none): limit, most cost, field of what is spent
---       10 settlements to keep, then for each scope: its name ("" = the tenant), requests/min, tokens/min, concurrent
---       (each -1 = no limit)
+--       8 now ms ("" = the store's clock)  9 settlements to keep, then for each scope: its name ("" = the tenant),
+--       requests/min, tokens/min, concurrent (each -1 = no limit), budget ("" = none: limit, most cost, field of what
+--       is spent)
 -- Returns {'taken', requests limit, left, reset ms, tokens limit, left, reset ms} of the scope with least left (limit -1 =
 --         none), {'refused', limit name, retry ms (-1 = never fits), scope number}, {'key'}, {'ended'} or
---         {'budget', spent, reserved} in micro-units.
-local POINTS, FIXED = 60000, 10
+--         {'budget', spent, reserved, scope number}, the first two in micro-units. Scope numbers begin at 0.
+-- A line of the ticket for each scope: name ("-" = the tenant), token points, tokens/min, request points, requests/min,
+-- 1 if it has a budget.
+local POINTS, FIXED, KEYS_FIXED, EACH, KEYS_EACH = 60000, 9, 3, 5, 3
 
 local function whole(number) return string.format('%.0f', number) end
 
@@ -36,9 +38,14 @@ if ticket then -- a repeated call gets the first answer
   return {'taken', part[3], part[4], part[5], part[6], part[7], part[8]}
 end
 
-local budget = budget_asked(KEYS[3], ARGV[9], now)
-if budget_refuses(budget) then
-  return {'budget', whole(budget.spent), whole(budget.reserved)}
+local last = (#ARGV - FIXED) / EACH - 1
+local budgets = {}
+for number = 0, last do
+  local budget = budget_asked(KEYS[KEYS_FIXED + number * KEYS_EACH + 3], ARGV[FIXED + number * EACH + 5], now)
+  if budget_refuses(budget) then
+    return {'budget', whole(budget.spent), whole(budget.reserved), number}
+  end
+  budgets[number] = budget
 end
 
 local reserve = tonumber(ARGV[4])
@@ -63,10 +70,11 @@ local function check_rate(scope, name, points, rate, units)
 end
 
 local scopes = {}
-for number = 0, (#ARGV - FIXED) / 4 - 1 do
-  local at = FIXED + number * 4
+for number = 0, last do
+  local at, keys_at = FIXED + number * EACH, KEYS_FIXED + number * KEYS_EACH
   local scope = {
-    name = ARGV[at + 1], meters = KEYS[5 + number * 2], leases = KEYS[6 + number * 2],
+    name = ARGV[at + 1], meters = KEYS[keys_at + 1], leases = KEYS[keys_at + 2],
+    budget = budgets[number], purse = KEYS[keys_at + 3],
     requests = tonumber(ARGV[at + 2]), tokens = tonumber(ARGV[at + 3]), concurrent = tonumber(ARGV[at + 4]),
   }
   local stored = redis.call('HMGET', scope.meters, 'requests', 'requests_at', 'tokens', 'tokens_at')
@@ -109,16 +117,18 @@ for _, scope in ipairs(scopes) do
   end
   if scope.name == '' then -- nobody settled these
     for _, id in ipairs(redis.call('ZRANGE', scope.leases, '-inf', whole(now), 'BYSCORE')) do
-      redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[10], '*', 'r', id, 'k', 'l', 't', '0')
+      redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[9], '*', 'r', id, 'k', 'l', 't', '0')
     end
   end
   redis.call('ZREMRANGEBYSCORE', scope.leases, '-inf', whole(now))
   redis.call('ZADD', scope.leases, whole(now + tonumber(ARGV[5])), ARGV[3])
   redis.call('PEXPIRE', scope.leases, ARGV[6])
   lines[#lines + 1] = table.concat({scope.name == '' and '-' or scope.name, whole(scope.token_points),
-    whole(scope.tokens), whole(scope.request_points), whole(scope.requests)}, ' ')
+    whole(scope.tokens), whole(scope.request_points), whole(scope.requests), scope.budget and 1 or 0}, ' ')
+  if scope.budget and scope.budget.cost > 0 then
+    budget_change(scope.purse, ARGV[3], scope.budget.cost, now + tonumber(ARGV[5]))
+  end
 end
-if budget and budget.cost > 0 then budget_change(KEYS[3], ARGV[3], budget.cost, now + tonumber(ARGV[5])) end
 local r, t = least.requests, least.tokens
 local first = {reserve, now, r[1], r[2], r[3], t[1], t[2], t[3]}
 for index, part in ipairs(first) do first[index] = whole(part) end

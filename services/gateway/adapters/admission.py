@@ -7,7 +7,7 @@ must not be counted (invariant 15, case B37). Decision: docs/decisions/0082-admi
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from roundhouse.vocabulary import RequestId, TenantId
 from services.gateway.adapters import redis_names
 from services.gateway.domain.budgets import SETTLED_HOLD_MS, Money
 from services.gateway.domain.limits import CONCURRENCY_RETRY_MS, LEASE_MS, LimitName, ScopedLimits
-from services.gateway.ports import Admitted, Caller
+from services.gateway.ports import NO_COSTS, Admitted, Caller
 
 log = structlog.get_logger(__name__)
 
@@ -61,43 +61,44 @@ class RedisAdmission:
         input_tokens: int,
         reserve_tokens: int,
         also: Sequence[ScopedLimits] = (),
-        money: Money | None = None,
+        money: Sequence[Money] = (),
     ) -> Admitted:
         """See `Admission.admit`. A cancelled call leaves nothing counted once the withdrawal has run."""
         assert 0 <= input_tokens <= reserve_tokens, "the reservation includes the prompt"
         tenant_id = caller.tenant_id
-        scopes = (_own(limits), *also)
+        scopes = all_scopes(limits, also, money)
+        asked_of = {each.scope: _budget_text(each) for each in money}
         keys = [
             redis_names.alive_keys(tenant_id),
             redis_names.ticket(tenant_id, request_id),
-            budget_key(tenant_id),
             settlements_key(tenant_id),
         ]
         asked: list[str | int] = [caller.key_hash, caller.expires_ms, request_id, reserve_tokens]
-        asked += [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now(), _budget_text(money), ENTRIES_MAX]
+        asked += [LEASE_MS, TICKET_MS, CONCURRENCY_RETRY_MS, self._now(), ENTRIES_MAX]
         for one in scopes:
             keys += [redis_names.meters(tenant_id, one.scope), redis_names.concurrency_leases(tenant_id, one.scope)]
+            keys.append(budget_key(tenant_id, one.scope))
             asked += [one.scope, _or_none(one.requests_per_minute), _or_none(one.tokens_per_minute)]
-            asked.append(_or_none(one.concurrent_requests))
+            asked += [_or_none(one.concurrent_requests), asked_of.get(one.scope, "")]
         try:
             answer = await _admit(self._redis, keys, asked)
         except (asyncio.CancelledError, Unavailable):
             self._withdraw_soon(tenant_id, request_id)
             raise
         if answer[0] == b"budget":
-            assert money is not None
-            raise budget_exhausted(money, int(answer[1]), int(answer[2]))
+            refusing = next(each for each in money if each.scope == scopes[answer[3]].scope)
+            raise budget_exhausted(refusing, int(answer[1]), int(answer[2]))
         return _admitted(answer, tenant_id, request_id, scopes, reserve_tokens)
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
+    async def settle(self, admitted: Admitted, *, used_tokens: int, costs: Mapping[str, int] = NO_COSTS) -> None:
         """See `Admission.settle`."""
-        await self._end(admitted.tenant_id, admitted.ticket, used_tokens, cost_micro, withdraw=False)
+        await self._end(admitted.tenant_id, admitted.ticket, used_tokens, costs, withdraw=False)
 
     async def withdraw(self, tenant_id: TenantId, request_id: RequestId) -> None:
         """Undo an admission entirely, the request count too, even one still on its way. Idempotent.
 
         Raises Unavailable."""
-        await self._end(tenant_id, request_id, 0, 0, withdraw=True)
+        await self._end(tenant_id, request_id, 0, NO_COSTS, withdraw=True)
 
     async def renew(self, held: Sequence[Admitted]) -> None:
         """See `Admission.renew`. One round trip; each tenant's leases are renewed atomically."""
@@ -109,7 +110,7 @@ class RedisAdmission:
         calls = []
         for tenant_id, requests in by_tenant.items():
             tickets = [redis_names.ticket(tenant_id, request_id) for request_id in requests]
-            keys = [redis_names.concurrency_leases(tenant_id), f"{budget_key(tenant_id)}:holds", *tickets]
+            keys = [redis_names.concurrency_leases(tenant_id), budget_key(tenant_id), *tickets]
             calls.append((keys, [LEASE_MS, TICKET_MS, self._now(), *requests]))
         await _renew.each(self._redis, calls)
 
@@ -119,7 +120,7 @@ class RedisAdmission:
             await asyncio.wait(set(self._withdrawals), timeout=WITHDRAW_TIMEOUT_S)
 
     async def _end(
-        self, tenant_id: TenantId, request_id: RequestId, used_tokens: int, cost_micro: int, *, withdraw: bool
+        self, tenant_id: TenantId, request_id: RequestId, used_tokens: int, costs: Mapping[str, int], *, withdraw: bool
     ) -> None:
         keys = [
             redis_names.meters(tenant_id),
@@ -128,7 +129,8 @@ class RedisAdmission:
             budget_key(tenant_id),
             settlements_key(tenant_id),
         ]
-        times = [ENDED_MS, self._now(), cost_micro, SETTLED_HOLD_MS, ENTRIES_MAX, KEEP_MS]
+        spent = " ".join(f"{scope or '-'} {cost}" for scope, cost in costs.items())
+        times = [ENDED_MS, self._now(), spent, SETTLED_HOLD_MS, ENTRIES_MAX, KEEP_MS]
         await _settle(self._redis, keys, [request_id, used_tokens, int(withdraw), *times])
 
     def _withdraw_soon(self, tenant_id: TenantId, request_id: RequestId) -> None:
@@ -150,9 +152,14 @@ def _or_none(limit: int | None) -> int:
     return -1 if limit is None else limit
 
 
-def _budget_text(money: Money | None) -> str:
-    if money is None:
-        return ""
+def all_scopes(limits: Limits, also: Sequence[ScopedLimits], money: Sequence[Money]) -> tuple[ScopedLimits, ...]:
+    """Every scope of a request, the tenant's first: those with limits, then those with nothing but a budget."""
+    scopes = (_own(limits), *also)
+    known = {one.scope for one in scopes}
+    return (*scopes, *(ScopedLimits(each.scope) for each in money if each.scope not in known)) if money else scopes
+
+
+def _budget_text(money: Money) -> str:
     return f"{money.limit_micro} {money.cost_micro} {spent_field(money.period, money.budget.currency)}"
 
 
@@ -161,6 +168,7 @@ def budget_exhausted(money: Money, spent_micro: int, reserved_micro: int) -> Bud
     budget = money.budget
     left = max(0, money.limit_micro - spent_micro - reserved_micro)
     what = f"the budget of {budget.amount} {budget.currency} for the {budget.period} {money.period}"
+    what += _WHOSE[money.scope[:2]]
     if left == 0:
         held = " (with what running requests may cost)" if spent_micro < money.limit_micro else ""
         return BudgetExhausted(f"{what} is spent{held}")

@@ -27,7 +27,14 @@ class CallLines:
     async def run(self, batch: Batch, body: bytes, deadline_unix_ms: int) -> LineAnswer:
         """See `LineRunner.run`."""
         submitter = batch.submitter
-        caller = Caller(batch.tenant_id, submitter.key_id, frozenset({INFERENCE}), submitter.key_hash, submitter.limits)
+        caller = Caller(
+            tenant_id=batch.tenant_id,
+            key_id=submitter.key_id,
+            scopes=frozenset({INFERENCE}),
+            key_hash=submitter.key_hash,
+            limits=submitter.limits,
+            family=submitter.family,
+        )
         context = RequestContext(RequestId(uuid.uuid4().hex), caller, deadline_unix_ms)
         try:
             answer = await self._calls.answer(batch.endpoint, body, context, may_stream=False)

@@ -1,6 +1,6 @@
--- The money of one tenant, put before the scripts that admit and settle. Keys: roundhouse/budgets.py.
+-- The money of one scope (a tenant, one of its keys, or a model for it), put before the scripts that admit and settle. Keys: roundhouse/budgets.py.
 -- Invariant: `reserved` is the sum of `:amounts`, whose members are those of `:holds`. The pure twin is
--- services/gateway/domain/budgets.py (Ledger).
+-- services/gateway/domain/budgets.py (Purse).
 local PURGED_MAX = 200 -- reservations of dead gateways that one call gives back; the next call goes on
 
 local function budget_change(key, id, amount, ends) -- amount 0 = the reservation ends

@@ -15,7 +15,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.clock import Clock
 from roundhouse.errors import Unauthenticated, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
@@ -35,7 +35,8 @@ class IndexEntry(msgspec.Struct, frozen=True):
     key_id: KeyId
     scopes: tuple[str, ...]
     expires_ms: int  # 0 = never
-    limits: Limits | None = None
+    limits: ScopeLimits | None = None
+    family: KeyId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class RedisKeyDirectory:
         if fresh and not await self._is_alive(entry.tenant, key_hash):
             self._remember(key_hash, None, UNKNOWN_MS)
             raise _not_valid()
-        return Caller(entry.tenant, entry.key_id, frozenset(entry.scopes), key_hash, entry.limits)
+        return Caller(entry.tenant, entry.key_id, frozenset(entry.scopes), key_hash, entry.limits, family=entry.family)
 
     async def _entry(self, key_hash: str) -> IndexEntry | None:
         remembered = self._memory.get(key_hash)

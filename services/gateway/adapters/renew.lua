@@ -1,7 +1,7 @@
 -- Renews the concurrency leases of one tenant's running requests. Only a request whose ticket is live has a lease: one
 -- that was settled while this call was on its way must not come back. The ticket names the scopes beside the tenant's.
 -- Their reservations of money are renewed with them.
--- KEYS: 1 leases  2 reservations of the budget  3.. tickets, one a request
+-- KEYS: 1 leases  2 budget (both the tenant's)  3.. tickets, one a request
 -- ARGV: 1 lease ms  2 ticket ms  3 now ms ("" = the store's clock)  4.. request ids, in the order of the tickets
 -- Returns how many were renewed.
 local now = tonumber(ARGV[3])
@@ -13,12 +13,12 @@ local ends, renewed = string.format('%.0f', now + tonumber(ARGV[1])), 0
 for index = 3, #KEYS do
   local ticket = redis.call('GET', KEYS[index])
   if ticket and ticket ~= 'ended' then
-    for scope in string.gmatch(ticket, '\n(%S+)') do
-      local leases = scope == '-' and KEYS[1] or KEYS[1] .. ':' .. scope
-      redis.call('ZADD', leases, ends, ARGV[index + 1])
-      redis.call('PEXPIRE', leases, ARGV[2])
+    for scope, has_budget in string.gmatch(ticket, '\n(%S+) %S+ %S+ %S+ %S+ (%S+)') do
+      local suffix = scope == '-' and '' or ':' .. scope
+      redis.call('ZADD', KEYS[1] .. suffix, ends, ARGV[index + 1])
+      redis.call('PEXPIRE', KEYS[1] .. suffix, ARGV[2])
+      if has_budget == '1' then redis.call('ZADD', KEYS[2] .. suffix .. ':holds', 'XX', ends, ARGV[index + 1]) end
     end
-    redis.call('ZADD', KEYS[2], 'XX', ends, ARGV[index + 1])
     redis.call('PEXPIRE', KEYS[index], ARGV[2])
     renewed = renewed + 1
   end

@@ -1,10 +1,10 @@
 -- Ends an admission: charges what was used instead of what was reserved and gives the concurrency leases back.
 -- The pure twin is services/gateway/domain/limits.py (settle, withdraw). A second call changes nothing.
--- KEYS: 1 meters  2 leases (both the tenant's)  3 ticket of this request  4 budget  5 settlements. The ticket names the
---       other scopes, whose keys are these with ":scope" behind and so in the same slot. budget.lua is put before this.
+-- KEYS: 1 meters  2 leases  3 ticket of this request  4 budget  5 settlements; 1, 2 and 4 the tenant's. The ticket names
+--       the other scopes, whose keys are these with ":scope" behind and so in the same slot. budget.lua is put before.
 -- ARGV: 1 request id  2 tokens used  3 "1" = withdraw: the request itself is given back too, and an admission that is
 --       still on its way will find itself ended  4 ms to remember that it ended  5 now ms ("" = the store's clock)
---       6 cost in micro-units  7 ms to hold that cost until the ledger has it  8 settlements to keep  9 ms to keep them
+--       6 costs in micro-units: "scope cost" for each scope with a budget ("-" = the tenant)  7 ms to hold that cost until the ledger has it  8 settlements to keep  9 ms to keep them
 -- Returns 1 if this call ended it, else 0.
 local POINTS = 60000
 
@@ -44,8 +44,11 @@ local function give_back(before, cost, kept, rate)
   return math.max(0, before + cost - math.max(rate * elapsed, before + kept))
 end
 
-for scope, token_before, token_rate, request_before, request_rate in
-    string.gmatch(ticket, '\n(%S+) (%S+) (%S+) (%S+) (%S+)') do
+local costs = {}
+for scope, cost in string.gmatch(ARGV[6], '(%S+) (%S+)') do costs[scope] = tonumber(cost) end
+
+for scope, token_before, token_rate, request_before, request_rate, has_budget in
+    string.gmatch(ticket, '\n(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)') do
   local suffix = scope == '-' and '' or ':' .. scope
   local meters = KEYS[1] .. suffix
   token_rate, request_rate = tonumber(token_rate), tonumber(request_rate)
@@ -60,9 +63,10 @@ for scope, token_before, token_rate, request_before, request_rate in
   if ARGV[3] == '1' and request_rate >= 0 then
     change(meters, 'requests', request_rate, -give_back(tonumber(request_before), POINTS, 0, request_rate))
   end
-end
-if redis.call('HEXISTS', KEYS[4] .. ':amounts', ARGV[1]) == 1 then -- else it had none, or the ledger has it already
-  budget_change(KEYS[4], ARGV[1], ARGV[3] == '1' and 0 or tonumber(ARGV[6]), now + tonumber(ARGV[7]))
+  local purse = KEYS[4] .. suffix
+  if has_budget == '1' and redis.call('HEXISTS', purse .. ':amounts', ARGV[1]) == 1 then -- else the ledger has it already
+    budget_change(purse, ARGV[1], ARGV[3] == '1' and 0 or costs[scope] or 0, now + tonumber(ARGV[7]))
+  end
 end
 redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[8], '*', 'r', ARGV[1], 'k', ARGV[3] == '1' and 'w' or 's', 't', ARGV[2])
 redis.call('PEXPIRE', KEYS[5], ARGV[9])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.vocabulary import KeyId, TenantId
 
 LINES_MAX = 50_000  # OpenAI
@@ -46,7 +46,8 @@ class Submitter:
 
     key_id: KeyId
     key_hash: str
-    limits: Limits | None = None
+    limits: ScopeLimits | None = None
+    family: KeyId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,13 @@ class Tariff:
 
 @dataclass(frozen=True, slots=True)
 class Money:
-    """What one request asks of its tenant's budget."""
+    """What one request asks of one budget: its tenant's, its key's or that of the model for its tenant."""
 
     budget: Budget
     period: str
     cost_micro: int  # at most
     tariff: Tariff
+    scope: str = ""  # as `limits.ScopedLimits`
 
     @property
     def limit_micro(self) -> int:
@@ -73,10 +74,12 @@ def _dearest(prices: tuple[Price, ...], priority_class: PriorityClass, currency:
     )
 
 
-def money_of(budget: Budget, tariff: Tariff, *, input_tokens: int, max_output_tokens: int, now_ms: int) -> Money:
+def money_of(
+    budget: Budget, tariff: Tariff, *, input_tokens: int, max_output_tokens: int, now_ms: int, scope: str = ""
+) -> Money:
     """What a request with these limits asks. `now_ms` is Unix time."""
     worst_micro = tariff.worst_micro(input_tokens, max_output_tokens)
-    return Money(budget, period_text(budget.period, now_ms), worst_micro, tariff)
+    return Money(budget, period_text(budget.period, now_ms), worst_micro, tariff, scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Purse:
-    """One tenant's money in one period: the twin of what budget.lua keeps."""
+    """The money of one scope in one period: the twin of what budget.lua keeps."""
 
     spent: int = 0
     holds: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # request → (micro-units, ends at ms)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from roundhouse.catalogue.records import Limits
+from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.vocabulary import KeyId, TenantId
 
 INFERENCE = "inference"
@@ -32,7 +32,8 @@ _WELL_FORMED = re.compile(r"rh-[A-Za-z0-9_-]{22,128}")  # 22 characters hold 128
 class KeyRecord:
     """One key as operators see it. `expires_ms` and `revoked_ms` are Unix times; 0 = never.
 
-    `limits` are the key's own, beside its tenant's. `replaces` is the key that this one was made to follow."""
+    `limits` are the key's own, beside its tenant's. `replaces` is the key that this one was made to follow, `family`
+    the first of that line: its budget is that of all of them together."""
 
     key_id: KeyId
     tenant_id: TenantId
@@ -42,8 +43,9 @@ class KeyRecord:
     created_ms: int
     expires_ms: int
     revoked_ms: int = 0
-    limits: Limits | None = None
+    limits: ScopeLimits | None = None
     replaces: KeyId | None = None
+    family: KeyId | None = None
 
     def state(self, now_ms: int) -> str:
         """`active`, `expired` or `revoked`."""

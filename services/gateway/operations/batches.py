@@ -149,7 +149,7 @@ class BatchOperations:
         batch = Batch(
             batch_id=f"batch_{secrets.token_hex(12)}",
             tenant_id=caller.tenant_id,
-            submitter=Submitter(caller.key_id, caller.key_hash, caller.limits),
+            submitter=Submitter(caller.key_id, caller.key_hash, caller.limits, caller.family),
             endpoint=wish.endpoint,
             input_file_id=wish.input_file_id,
             created_s=now_s,

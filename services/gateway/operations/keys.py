@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roundhouse.catalogue.records import Limits
-from roundhouse.catalogue.shape import COUNT_MAX
+import msgspec
+from pydantic import ValidationError
+
+from roundhouse.catalogue.records import ScopeLimits
+from roundhouse.catalogue.shape import COUNT_MAX, BudgetShape
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.clock import Clock
 from roundhouse.errors import InvalidInput, NotFound
@@ -13,6 +16,13 @@ from services.gateway.domain import keys
 from services.gateway.domain.keys import KeyRecord
 from services.gateway.operations.admin_ports import AuditTrail, KeyRegistry
 
+COUNTED_LIMITS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "concurrent_requests",
+    "queued_requests",
+    "queued_tokens",
+)
 LABEL_MAX = 100
 OVERLAP_MAX_S = 90 * 24 * 3600  # a guess: longer is not a rotation
 LIFETIME_MAX_S = 10 * 365 * 24 * 3600  # ten years: longer is "never", and should be said so
@@ -26,7 +36,7 @@ class KeyWish:
     scopes: tuple[str, ...] = (keys.INFERENCE,)
     expires_in_s: int | None = None
     label: str = ""
-    limits: Limits | None = None
+    limits: ScopeLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class KeyOperations:
     async def create(self, wish: KeyWish, *, actor: KeyId) -> NewKey:
         """Make a key that works at once everywhere. Not idempotent. Raises InvalidInput, NotFound, Unavailable."""
         tenant_id = self._owner(wish)
-        made = self._made(tenant_id, wish, replaces=None)
+        made = self._made(tenant_id, wish)
         await self._registry.add(made.record)
         details = {"key_id": made.record.key_id, "scopes": " ".join(sorted(made.record.scopes))}
         await self._audit.record("key.create", actor=actor, subject=tenant_id, details=details)
@@ -85,14 +95,14 @@ class KeyOperations:
             raise InvalidInput(f"the key is {old.state(now_ms)}: make a new one")
         lifetime_s = (old.expires_ms - old.created_ms) // 1000 if old.expires_ms else None
         wish = KeyWish(scopes=tuple(sorted(old.scopes)), expires_in_s=lifetime_s, label=old.label, limits=old.limits)
-        made = self._made(old.tenant_id, wish, replaces=key_id)
+        made = self._made(old.tenant_id, wish, replaces=old)
         await self._registry.add(made.record)
         ending = await self._registry.end_at(key_id, now_ms + overlap_s * 1000)
         details = {"key_id": key_id, "successor": made.record.key_id, "overlap_s": str(overlap_s)}
         await self._audit.record("key.rotate", actor=actor, subject=old.tenant_id, details=details)
         return Rotation(made, ending)
 
-    def _made(self, tenant_id: TenantId, wish: KeyWish, *, replaces: KeyId | None) -> NewKey:
+    def _made(self, tenant_id: TenantId, wish: KeyWish, *, replaces: KeyRecord | None = None) -> NewKey:
         now_ms = self._clock.now_ms()
         text = keys.key_text(self._chance(keys.SECRET_BYTES))
         record = KeyRecord(
@@ -104,7 +114,8 @@ class KeyOperations:
             created_ms=now_ms,
             expires_ms=0 if wish.expires_in_s is None else now_ms + wish.expires_in_s * 1000,
             limits=wish.limits,
-            replaces=replaces,
+            replaces=replaces.key_id if replaces is not None else None,
+            family=(replaces.family or replaces.key_id) if replaces is not None else None,
         )
         return NewKey(record, text)
 
@@ -154,8 +165,15 @@ def _check(wish: KeyWish) -> None:
         raise InvalidInput(f"must be at most {LABEL_MAX} printable characters", param="label")
 
 
-def _check_limits(limits: Limits) -> None:
-    for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
-        value = getattr(limits, name)
-        if value is not None and not 0 <= value <= COUNT_MAX:
-            raise InvalidInput(f"must be 0 to {COUNT_MAX}", param=f"limits.{name}")
+def _check_limits(limits: ScopeLimits) -> None:
+    for name in COUNTED_LIMITS:
+        value, least = getattr(limits, name), int(name == "queued_tokens")
+        if value is not None and not least <= value <= COUNT_MAX:
+            raise InvalidInput(f"must be {least} to {COUNT_MAX}", param=f"limits.{name}")
+    if limits.budget is not None:
+        try:
+            BudgetShape.model_validate(msgspec.structs.asdict(limits.budget))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidInput(first["msg"].removeprefix("Value error, "), param=f"limits.budget.{where}") from error

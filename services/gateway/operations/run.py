@@ -4,7 +4,7 @@ Invariants 1 and 13: `finish` closes an attempt once, and the counts it reports 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -60,12 +60,12 @@ RunEvent = Waiting | Produced
 class Run:
     """See the module. Made by `run_request`; `events` is iterated once."""
 
-    def __init__(self, parts: "RequestParts", work: Work, admitted: Admitted, money: Money | None = None) -> None:
+    def __init__(self, parts: "RequestParts", work: Work, admitted: Admitted, money: Sequence[Money] = ()) -> None:
         self.work = work
         self.admitted = admitted
         self.started_ms = parts.clock.monotonic_ms()
         self.used_tokens = 0
-        self.cost_micro = 0
+        self.costs = {each.scope: 0 for each in money}  # micro-units by scope
         self._money = money
         self._parts = parts
         self._attempt: Attempt | None = None
@@ -278,9 +278,9 @@ class Run:
         self._parts.attempts.remove(attempt)
         ending = ending_of(attempt, error, self._parts.clock.monotonic_ms())
         self.used_tokens += attempt.input_tokens + attempt.output_tokens
-        if self._money is not None:
+        for each in self._money:
             counts = (attempt.input_tokens, attempt.cached_tokens, attempt.output_tokens)
-            self.cost_micro += self._money.tariff.cost_micro(*counts)
+            self.costs[each.scope] += each.tariff.cost_micro(*counts)
         self._before = self._before.plus(attempt)
         now_ms = self._parts.clock.now_ms()
         if isinstance(error, NodeLost):  # before the slot is free: the next attempt must not be sent there again

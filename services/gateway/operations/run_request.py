@@ -139,7 +139,7 @@ async def _leave(parts: RequestParts, run: Run, error: BaseException | None) -> 
     await run.close_streams()
     await run.finish(error)
     if run.was_accepted:
-        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens, cost_micro=run.cost_micro)
+        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens, costs=run.costs)
     else:
         await parts.settlements.withdraw(run.admitted)
     outcome = Outcome.DONE if run.is_done else outcome_of(error)

@@ -6,12 +6,13 @@ dropped: its concurrency lease and its reservation then end by themselves in the
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import structlog
 
 from roundhouse.errors import Unavailable
-from services.gateway.ports import Admission, Admitted
+from services.gateway.ports import NO_COSTS, Admission, Admitted
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +24,7 @@ class Used(NamedTuple):
     """What a request consumed over all attempts."""
 
     tokens: int
-    cost_micro: int  # micro-units of money, at most; 0 without a budget
+    costs: Mapping[str, int]  # micro-units of money by scope, at most; only of scopes with a budget
 
 
 class Settlements:
@@ -36,9 +37,9 @@ class Settlements:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def settle(self, admitted: Admitted, *, used_tokens: int, cost_micro: int = 0) -> None:
+    async def settle(self, admitted: Admitted, *, used_tokens: int, costs: Mapping[str, int] = NO_COSTS) -> None:
         """Settle now, or keep it for `retry`. Bounded by `SETTLE_TIMEOUT_S`; never raises for a store that is away."""
-        await self._now_or_later(admitted, Used(used_tokens, cost_micro))
+        await self._now_or_later(admitted, Used(used_tokens, costs))
 
     async def withdraw(self, admitted: Admitted) -> None:
         """Undo the admission of a request that was refused after it; bounded and kept as `settle`."""
@@ -62,4 +63,4 @@ class Settlements:
         if used is None:
             await self._admission.withdraw(admitted.tenant_id, admitted.ticket)
         else:
-            await self._admission.settle(admitted, used_tokens=used.tokens, cost_micro=used.cost_micro)
+            await self._admission.settle(admitted, used_tokens=used.tokens, costs=used.costs)

@@ -6,6 +6,7 @@ from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.attempts import Attempt
+from services.gateway.operations.scoped_limits import queue_limits
 from services.gateway.ports import EngineRequest, TensorRequest
 
 
@@ -32,6 +33,7 @@ def submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int
         block_keys=work.block_keys,
         pool=attempt.pool,
         fallback_allowed=work.fallback_allowed and attempt.number == 1,
+        queue_limits=queue_limits(work),
     )
 
 

@@ -1,12 +1,12 @@
 """`BudgetStore` in Valkey or Redis: what gateways read when they admit a request."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from roundhouse.budgets import KNOWN, budget_key, micro_up, spent_field
+from roundhouse.budgets import KEY_SCOPES, KNOWN, budget_key, micro_up, spent_field
 from roundhouse.errors import Unavailable
 from roundhouse.redis_edge import LuaScript, ScriptCall
 from services.metering.ports import TenantSpend
@@ -24,6 +24,15 @@ class RedisBudgets:
     async def write(self, spends: Sequence[TenantSpend]) -> None:
         """See `BudgetStore.write`. One round trip."""
         await _write.each(self._redis, [_call(spend) for spend in spends])
+
+    async def key_scopes(self) -> Mapping[str, tuple[str, str]]:
+        """See `BudgetStore.key_scopes`."""
+        try:
+            found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(KEY_SCOPES))
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("the store of budgets does not answer") from error
+        pairs = ((key_id.decode(), told.decode().partition(" ")) for key_id, told in found.items())
+        return {key_id: (tenant_id, scope) for key_id, (tenant_id, _, scope) in pairs}
 
     async def known(self) -> int | None:
         """See `BudgetStore.known`."""
@@ -47,4 +56,4 @@ def _call(spend: TenantSpend) -> ScriptCall:
         arguments += [spent_field(period, currency), max(0, micro_up(amount))]
     for sequence, request_id in spend.counted:
         arguments += [sequence, request_id]
-    return [budget_key(spend.tenant_id)], cast("list[str | bytes | int | float]", arguments)
+    return [budget_key(spend.tenant_id, spend.scope)], cast("list[str | bytes | int | float]", arguments)

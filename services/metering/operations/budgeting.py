@@ -1,8 +1,10 @@
 """From the ledger to the budgets that gateways check, and the alerts: soon after each commit, in ledger order.
 
 Every metering process follows the ledger by itself; what they write is a function of the ledger, and the store takes
-only what is newer, so they need not know of each other. A store that forgot is told everything again. Money is added in
-exact decimals; the store gets micro-units, rounded up. Decision: docs/decisions/0111-budgets.md.
+only what is newer, so they need not know of each other. Keys and models with budgets of their own have sums beside
+their tenant's; which those are is asked after each reading of the ledger, because a key is known before it works. A
+store that forgot is told everything again. Money is added in exact decimals; the store gets micro-units, rounded up.
+Decision: docs/decisions/0111-budgets.md.
 """
 
 from collections import defaultdict
@@ -11,13 +13,14 @@ from decimal import Decimal
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from roundhouse.budgets import period_text
 from roundhouse.catalogue.records import Budget, Tenant
 from roundhouse.clock import Clock
 from roundhouse.vocabulary import TenantId
 from roundhouse.wire.v1.usage_pb2 import BudgetAlert
-from services.metering.domain.budgets import PeriodKey, SpendRow, SpendSums, add_rows, forget_before, reached
+from services.metering.domain.budgets import PeriodKey, Scopes, SpendRow, SpendSums, add_rows, forget_before, reached
 from services.metering.domain.rating import money_text
 from services.metering.ports import BudgetAlerts, BudgetStore, PriceSource, SpendLedger, TenantSpend
 
@@ -26,6 +29,9 @@ log = structlog.get_logger(__name__)
 TURN_MS: Final = 250  # with a commit of some ten milliseconds: well within the 2 s that are promised
 PAGE_ROWS: Final = 5_000
 RELEASED_ROWS_MAX: Final = 50_000  # a guess: what more than that reserved ends by itself within the hour
+
+Whose = tuple[str, str]  # tenant and scope
+Counted = list[tuple[int, str]]  # sequence of the row, request id
 
 
 class BudgetFeed:
@@ -41,6 +47,7 @@ class BudgetFeed:
         self._clock = clock
         self._sequence = 0  # up to which `_sums` are, if `_basis` is today's
         self._sums: SpendSums = {}
+        self._scopes = Scopes()
         self._told: set[tuple[str, str, int]] = set()  # (tenant, period, percent)
         self._due: set[TenantId] = set()  # whose spend changed since their alerts were last looked at
         self._basis: tuple[int, str] | None = None  # catalogue generation and day of the last full count
@@ -66,14 +73,23 @@ class BudgetFeed:
 
     async def _tell_all(self, known: int | None) -> None:
         basis = self._basis_now()
-        sequence, self._sums = await self._ledger.sums(self._clock.now_ms())
-        counted = _counted(await self._rows_between(known, sequence))
+        sequence = await self._sum_all()
+        rows = await self._rows_between(known, sequence)
         tenants = self._budgeted()
-        await self._store.write(self._spends(tenants, sequence, counted))
+        whose = {(tenant.name, "") for tenant in tenants} | _scoped(self._sums)
+        await self._store.write(self._spends(whose, sequence, self._counted(rows)))
         await self._store.remember(sequence)
         self._sequence, self._basis = sequence, basis
         self._due.update(tenant.name for tenant in tenants)
         await self._alert()
+
+    async def _sum_all(self) -> int:
+        """Sum the ledger; returns up to which row. Again if a key was made meanwhile: its rows may be in there."""
+        while True:
+            self._scopes = Scopes(await self._store.key_scopes(), self._catalogue.current)
+            sequence, self._sums = await self._ledger.sums(self._clock.now_ms(), self._scopes)
+            if await self._store.key_scopes() == self._scopes.keys:
+                return sequence
 
     async def _rows_between(self, known: int | None, last: int) -> Sequence[SpendRow]:
         """What nobody told the store of while no process of ours ran: their reservations are to be given back."""
@@ -87,11 +103,14 @@ class BudgetFeed:
     async def _tell_news(self, rows: Sequence[SpendRow]) -> None:
         before, self._sums = self._sums, dict(self._sums)
         try:
-            changed = {key.tenant_id for key in add_rows(self._sums, rows)}
+            self._scopes = replace(self._scopes, keys=await self._store.key_scopes())
+            changed = add_rows(self._sums, rows, self._scopes)
             forget_before(self._sums, self._clock.now_ms())
-            tenants = [tenant for tenant in self._budgeted() if tenant.name in changed]
+            names = {key.tenant_id for key in changed}
+            tenants = [tenant for tenant in self._budgeted() if tenant.name in names]
+            whose = {(tenant.name, "") for tenant in tenants} | _scoped(changed)
             last = rows[-1].sequence
-            await self._store.write(self._spends(tenants, last, _counted(rows)))
+            await self._store.write(self._spends(whose, last, self._counted(rows)))
             await self._store.remember(last)
         except BaseException:
             self._sums = before  # the turn is made again
@@ -103,14 +122,25 @@ class BudgetFeed:
     def _budgeted(self) -> list[Tenant]:
         return [tenant for tenant in self._catalogue.current.tenants.values() if tenant.budget is not None]
 
-    def _spends(
-        self, tenants: Iterable[Tenant], sequence: int, counted: Mapping[str, Sequence[tuple[int, str]]]
-    ) -> list[TenantSpend]:
-        sums: dict[str, dict[tuple[str, str], Decimal]] = {tenant.name: {} for tenant in tenants}
+    def _spends(self, whose: Iterable[Whose], sequence: int, counted: Mapping[Whose, Counted]) -> list[TenantSpend]:
+        sums: dict[Whose, dict[tuple[str, str], Decimal]] = {each: {} for each in whose}
         for key, amount in self._sums.items():
-            if key.tenant_id in sums:
-                sums[key.tenant_id][key.period, key.currency] = amount
-        return [TenantSpend(name, sequence, own, tuple(counted.get(name, ()))) for name, own in sums.items()]
+            own = sums.get((key.tenant_id, key.scope))
+            if own is not None:
+                own[key.period, key.currency] = amount
+        return [
+            TenantSpend(name, sequence, own, tuple(counted.get((name, scope), ())), scope)
+            for (name, scope), own in sums.items()
+        ]
+
+    def _counted(self, rows: Iterable[SpendRow]) -> dict[Whose, Counted]:
+        """The requests whose cost is in the sums now. An attempt that cost nothing says nothing of a request's end."""
+        counted: dict[Whose, Counted] = defaultdict(list)
+        for row in rows:
+            if row.charge.amount > 0:
+                for scope in self._scopes.of(row.tenant_id, row.key_id, row.name):
+                    counted[row.tenant_id, scope].append((row.sequence, row.request_id))
+        return counted
 
     async def _alert(self) -> None:
         for name in sorted(self._due):
@@ -142,10 +172,6 @@ class BudgetFeed:
             self._told.add(told)
 
 
-def _counted(rows: Iterable[SpendRow]) -> dict[str, list[tuple[int, str]]]:
-    """The requests whose cost is in the sums now. An attempt that cost nothing says nothing of the request's end."""
-    counted: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for row in rows:
-        if row.charge.amount > 0:
-            counted[row.tenant_id].append((row.sequence, row.request_id))
-    return counted
+def _scoped(keys: Iterable[PeriodKey]) -> set[Whose]:
+    """The keys and models among them."""
+    return {(key.tenant_id, key.scope) for key in keys if key.scope}

@@ -61,11 +61,16 @@ def turn_arguments(turn: Turn) -> list[Argument]:
         arguments += (entry.attempt, entry.tenant_id, entry.version, CLASSES.index(entry.priority_class) + 1)
         arguments += (entry.input_tokens, entry.max_output_tokens, entry.deadline_ms, entry.weight_milli, entry.payload)
         arguments += (room.queue_limit, room.slots, room.start_after_ms, warm_argument(entry), room.token_limit)
-        arguments.append(room.wait_most_ms)
+        arguments += (room.wait_most_ms, queues_argument(entry))
     for offer in turn.offers:
         arguments += (offer.instance, offer.version, offer.slots, offer.place)
         arguments += (offer.part.value, offer.token_us, offer.load_us, offer.handoff_us, offer.owner)
     return arguments
+
+
+def queues_argument(entry: QueueEntry) -> str:
+    """The further queues that the entry counts in: scope, requests and tokens of each. Scopes have no spaces."""
+    return " ".join(f"{each.scope} {each.requests} {each.tokens}" for each in entry.queues) if entry.queues else ""
 
 
 def turn_done(reply: Sequence[Any]) -> TurnDone:
@@ -84,7 +89,7 @@ def enqueued(reply: Sequence[Any]) -> Enqueued:
         case b"known":
             return Known(Standing(reply[1].decode()))
         case b"full":
-            return QueueFull(int(reply[1]))
+            return QueueFull(int(reply[1]), reply[2].decode())
         case b"late":
             return TooLate(int(reply[1]))
         case b"shed":

@@ -32,7 +32,6 @@ from services.scheduler.domain.records import (
     Progress,
     Queued,
     QueueEntry,
-    QueueFull,
     RefusalReason,
     Room,
     Settled,
@@ -88,8 +87,8 @@ class FairQueue:
         known = self._attempts.get(entry.attempt)
         if known is not None:
             return Known(known.standing)
-        if full_for_ms := self._backlog.full_for_ms(entry, room):
-            return QueueFull(full_for_ms)
+        if full := self._backlog.full(entry, room):
+            return full
         queues = self._versions.setdefault(entry.version, VersionQueues())
         if entry.priority_class is PriorityClass.BATCH and (over_ms := queues.overload_ms(room.slots, self.policy)):
             return Shed(over_ms)
@@ -288,7 +287,7 @@ class FairQueue:
         if seats.prefill is not None:
             attempt.prefill, attempt.prefill_place = seats.prefill.instance, seats.prefill.place
             self._occupy(seats.prefill.instance, now_ms)
-        self._backlog.note_dispatch(tenant_id, now_ms)
+        self._backlog.note_dispatch(entry, now_ms)
         attempt.standing, attempt.granted_ms = Standing.GRANTED, now_ms
         attempt.lease_expires_ms = now_ms + self.policy.lease_ms
         self._leases.set(entry.attempt, attempt.lease_expires_ms)

@@ -68,6 +68,15 @@ def instance_key(node_id: NodeId, version: VersionKey) -> InstanceKey:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueLimit:
+    """A further queue that an entry counts in: of its key, or of the name that its tenant calls the model by."""
+
+    scope: str  # without spaces
+    requests: int  # that may be queued in the pool; -1 = no limit
+    tokens: int  # input + output; 0 = no limit
+
+
+@dataclass(frozen=True, slots=True)
 class QueueEntry:
     """A request as the queue sees it. `payload` is opaque here and comes back with every ticket."""
 
@@ -81,6 +90,7 @@ class QueueEntry:
     weight_milli: int = 1000  # the tenant's weight in thousandths
     payload: bytes = b""
     warm: tuple[tuple[InstanceKey, int], ...] = ()  # input tokens whose blocks an instance has; 0 where not named
+    queues: tuple[QueueLimit, ...] = ()  # beside the tenant's own, whose limits are the `Room`'s
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +194,12 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class QueueFull:
-    """The tenant's queue has no room; one place opens in about `retry_after_ms`. Nothing changed."""
+    """The queue of the tenant, or of a `scope` of it, has no room; one place opens in about `retry_after_ms`.
+
+    Nothing changed."""
 
     retry_after_ms: int
+    scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from services.scheduler.domain.records import (
     Queued,
     QueueEntry,
     QueueFull,
+    QueueLimit,
     Room,
     Shed,
     Standing,
@@ -33,6 +34,7 @@ from services.scheduler.operations.pools import DEFAULT_POOL, Pools
 from services.scheduler.ports import Instruments, SchedulingStore
 
 PAUSE_MS = 50
+_WHOSE = {"": "", "k:": " of this key", "m:": " for this model"}
 RETRY_SOON_MS = 1_000  # a guess: catalogue and node states arrive within a second
 
 
@@ -132,8 +134,9 @@ class Submission:
                 return _refused(wire.Refused.REASON_UNAVAILABLE, "this attempt has ended")
             case Known():
                 return wire.SubmitReply(accepted=wire.Accepted())
-            case QueueFull(retry_after_ms):
-                return _refused(wire.Refused.REASON_QUEUE_FULL, "too many requests are queued", retry_after_ms)
+            case QueueFull(retry_after_ms, scope):
+                message = f"too many requests{_WHOSE[scope[:2]]} are queued"
+                return _refused(wire.Refused.REASON_QUEUE_FULL, message, retry_after_ms)
             case Shed(retry_after_ms):
                 message = "batch work has to wait: the more urgent classes fill the model"
                 return _refused(wire.Refused.REASON_QUEUE_FULL, message, retry_after_ms)
@@ -200,6 +203,7 @@ def _entry(request: wire.SubmitRequest, catalogue: Catalogue, outlook: Outlook) 
         weight_milli=max(1, round(1000 * tenant.weight)) if tenant else 1000,
         payload=kept.SerializeToString(),
         warm=outlook.prompt.warm,
+        queues=tuple(QueueLimit(each.scope, each.requests, each.tokens) for each in request.queue_limits),
     )
 
 

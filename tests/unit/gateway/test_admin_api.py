@@ -123,9 +123,16 @@ async def test_a_key_is_shown_once(world: World) -> None:
 
 async def test_a_key_is_rotated_over_http(world: World) -> None:
     """The successor is shown once; the old key is listed with its end; limits are those of the key."""
-    wish = {"tenant": "acme", "limits": {"requests_per_minute": 7}}
+    wish = {"tenant": "acme", "limits": {"requests_per_minute": 7, "budget": {"amount": "2.50"}}}
     old = (await world.call("POST", "/keys", json=wish)).json()
-    assert old["limits"] == {"requests_per_minute": 7, "tokens_per_minute": None, "concurrent_requests": None}
+    assert old["limits"] == {
+        "requests_per_minute": 7,
+        "tokens_per_minute": None,
+        "concurrent_requests": None,
+        "queued_requests": None,
+        "queued_tokens": None,
+        "budget": {"amount": "2.50", "currency": "USD", "period": "month"},
+    }
     answer = await world.call("POST", f"/keys/{old['key_id']}/rotate", json={"overlap_s": 60})
     assert (answer.status_code, answer.headers["cache-control"]) == (201, "no-store")
     made = answer.json()

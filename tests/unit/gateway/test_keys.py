@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roundhouse.audit_trail import BusAuditTrail
-from roundhouse.catalogue.records import Catalogue, Limits, Tenant
+from roundhouse.catalogue.records import Budget, Catalogue, ScopeLimits, Tenant
 from roundhouse.errors import InvalidInput, NotFound, Unauthenticated, Unavailable
 from roundhouse.vocabulary import KeyId, TenantId
 from services.gateway.domain import keys
@@ -140,7 +140,7 @@ async def test_what_cannot_be_revoked_is_told() -> None:
 async def test_a_rotated_key_and_its_successor_work_side_by_side_for_the_overlap() -> None:
     """The successor has scopes, label, limits and lifetime; the old one ends after 60 s."""
     desk = Desk()
-    own = Limits(requests_per_minute=5)
+    own = ScopeLimits(requests_per_minute=5)
     old = await desk.operations.create(KeyWish("acme", (INFERENCE,), 3_600, "ci", own), actor=ROOT)
     desk.clock.advance(1_000)
     rotation = await desk.operations.rotate(old.record.key_id, overlap_s=60, actor=ROOT)
@@ -184,10 +184,36 @@ async def test_what_has_ended_is_not_rotated() -> None:
         await desk.operations.rotate(KeyId("key-none"), overlap_s=60, actor=ROOT)
 
 
+async def test_successors_go_on_with_the_budget_of_the_first_key() -> None:
+    """Rotated twice: both are of the family of the first, so rotating gives nobody more money."""
+    desk = Desk()
+    own = ScopeLimits(budget=Budget(amount="5"), queued_requests=3)
+    first = await desk.operations.create(KeyWish("acme", limits=own), actor=ROOT)
+    assert first.record.family is None
+    second = (await desk.operations.rotate(first.record.key_id, overlap_s=60, actor=ROOT)).new.record
+    third = (await desk.operations.rotate(second.key_id, overlap_s=60, actor=ROOT)).new
+    assert (second.family, third.record.family) == (first.record.key_id, first.record.key_id)
+    assert (await desk.registry.identify(third.text)).family == first.record.key_id
+
+
+async def test_a_wrong_budget_of_a_key_is_refused() -> None:
+    """Amounts are decimals, currencies three letters, periods a day or a month."""
+    desk = Desk()
+    for budget, param in (
+        (Budget(amount="-1"), "amount"),
+        (Budget(amount="much"), "amount"),
+        (Budget(amount="1", currency="dollars"), "currency"),
+        (Budget(amount="1", period="year"), "period"),
+    ):
+        with pytest.raises(InvalidInput) as refused:
+            await desk.operations.create(KeyWish("acme", limits=ScopeLimits(budget=budget)), actor=ROOT)
+        assert refused.value.param == f"limits.budget.{param}"
+
+
 async def test_a_wrong_limit_of_a_key_is_refused() -> None:
     """Limits keep the arithmetic exact: 0 to a thousand million."""
     desk = Desk()
     for value in (-1, 10**9 + 1):
         with pytest.raises(InvalidInput) as refused:
-            await desk.operations.create(KeyWish("acme", limits=Limits(tokens_per_minute=value)), actor=ROOT)
+            await desk.operations.create(KeyWish("acme", limits=ScopeLimits(tokens_per_minute=value)), actor=ROOT)
         assert refused.value.param == "limits.tokens_per_minute"

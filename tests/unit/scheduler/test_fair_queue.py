@@ -19,6 +19,7 @@ from services.scheduler.domain.records import (
     Queued,
     QueueEntry,
     QueueFull,
+    QueueLimit,
     RefusalReason,
     Room,
     Settled,
@@ -116,6 +117,16 @@ def test_grants_go_to_the_least_loaded_instance() -> None:
         queue.enqueue(entry(f"r{number}"), replace(ROOM, queue_limit=9), T0)
     taken = queue.take([Offer(N1, M, 2, b"1"), Offer(N2, M, 4, b"2")], 4, T0)
     assert [ticket.place for ticket in taken.granted] == [b"1", b"2", b"2", b"1"]
+
+
+def test_a_key_or_a_model_has_a_queue_of_its_own() -> None:
+    """One place for the key: full, although the tenant has three; another key still fits; granted, there is room."""
+    queue, mine, other = FairQueue(), (QueueLimit("k:1", 1, 0),), (QueueLimit("k:2", -1, 2_000),)
+    assert queue.enqueue(replace(entry("r1"), queues=mine), ROOM, T0) == Queued(0, 0)
+    assert queue.enqueue(replace(entry("r2"), queues=mine), ROOM, T0) == QueueFull(1_000, "k:1")
+    assert isinstance(queue.enqueue(replace(entry("r3"), queues=other), ROOM, T0), Queued)
+    queue.take([Offer(N1, M, 1)], 1, T0)
+    assert isinstance(queue.enqueue(replace(entry("r4"), queues=mine), ROOM, T0), Queued)
 
 
 def test_a_full_queue_says_when_it_has_room_again() -> None:

@@ -1,23 +1,44 @@
 -- Queue one attempt. ARGV from `at` on: attempt, tenant, version, class (1..3), input tokens, max output tokens,
 -- deadline, weight, payload, queue limit, slots, start after (ms), warm tokens by instance (see `warm_tokens`),
--- token limit (0 = none), longest wait (ms, 0 = up to the deadline). Answers {'known', standing} | {'full', retry ms} |
--- {'shed', retry ms} | {'late', wait ms} | {'queued', position, wait ms}.
+-- token limit (0 = none), longest wait (ms, 0 = up to the deadline), further queues (scope, request limit or -1, token
+-- limit or 0 of each). Answers {'known', standing} | {'full', retry ms, scope} | {'shed', retry ms} | {'late', wait ms} |
+-- {'queued', position, wait ms}.
+local function full_for(count, tokens, request_limit, token_limit, size, pace)
+  local places = request_limit >= 0 and math.max(0, count + 1 - request_limit) or 0
+  local excess = tokens + size - token_limit
+  if token_limit > 0 and count > 0 and excess > 0 then -- so many requests of average size must go first
+    places = math.max(places, math.min(count, -floor(-excess * count / math.max(1, tokens))))
+  end
+  if places == 0 then return 0 end
+  pace = floor(num(call('HGET', pace[1], pace[2])) / 1000)
+  return places * (pace > 0 and pace or 1000)
+end
+
+-- Of the full queues the one that takes longest to have room; 0 if all have room. Answers the wait and the scope.
+local function fullest(tenant, size, request_limit, token_limit, further)
+  local queued = call('HMGET', key('queued'), 'n:' .. tenant, 't:' .. tenant)
+  local worst, worst_scope = full_for(num(queued[1]), num(queued[2]), request_limit, token_limit, size,
+                                      {key('pace'), 'a:' .. tenant}), ''
+  for scope, requests, tokens in string.gmatch(further, '(%S+) (%S+) (%S+)') do
+    local name = scoped(tenant, scope)
+    queued = call('HMGET', key('scoped'), 'n:' .. name, 't:' .. name)
+    local wait = full_for(num(queued[1]), num(queued[2]), tonumber(requests), tonumber(tokens), size,
+                          {key('scoped'), 'a:' .. name})
+    if wait > worst then worst, worst_scope = wait, scope end
+  end
+  return worst, worst_scope
+end
+
 local function enqueue_one(at)
   local id, tenant, version, class = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local input, most, deadline = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6])
   local weight = tonumber(ARGV[at + 7])
   local known = read(id)
   if known then return {'known', known.st} end
-  local queued = call('HMGET', key('queued'), 'n:' .. tenant, 't:' .. tenant)
-  local count, tokens, token_limit = num(queued[1]), num(queued[2]), tonumber(ARGV[at + 13])
-  local places, excess = math.max(0, count + 1 - tonumber(ARGV[at + 9])), tokens + input + most - token_limit
-  if token_limit > 0 and count > 0 and excess > 0 then -- so many requests of average size must go first
-    places = math.max(places, math.min(count, -floor(-excess * count / math.max(1, tokens))))
-  end
-  if places > 0 then
-    local pace = floor(num(call('HGET', key('pace'), 'a:' .. tenant)) / 1000)
-    return {'full', int(places * (pace > 0 and pace or 1000))}
-  end
+  local further = ARGV[at + 15]
+  local full_ms, full_scope =
+    fullest(tenant, input + most, tonumber(ARGV[at + 9]), tonumber(ARGV[at + 13]), further)
+  if full_ms > 0 then return {'full', int(full_ms), full_scope} end
 
   local queue, lane = queue_key(class, version, tenant), tenants_key(class, version)
   local state = call('HMGET', version_key(version), 'rn', 'ra', 'pf', 'p1', 'p2', 'p3', 'ro')
@@ -68,8 +89,16 @@ local function enqueue_one(at)
   call('ZADD', key('deadlines'), int(deadline), id)
   call('HINCRBY', key('queued'), 'n:' .. tenant, 1)
   call('HINCRBY', key('queued'), 't:' .. tenant, int(input + most))
+  local scopes = further ~= '' and scopes_in(further) or nil
+  if scopes then
+    for scope in string.gmatch(scopes, '%S+') do
+      call('HINCRBY', key('scoped'), 'n:' .. scoped(tenant, scope), 1)
+      call('HINCRBY', key('scoped'), 't:' .. scoped(tenant, scope), int(input + most))
+    end
+    call('EXPIRE', key('scoped'), IDLE_SECONDS)
+  end
   write({id = id, st = 'queued', tn = tenant, ve = version, cl = class, ['in'] = input, mo = most, dl = deadline,
-         we = weight, pl = ARGV[at + 8], sq = seq, eq = now, wa = ARGV[at + 12], is = '', pc = '', i2 = '', p2 = '',
+         we = weight, pl = ARGV[at + 8], sq = seq, eq = now, sc = scopes, wa = ARGV[at + 12], is = '', pc = '', i2 = '', p2 = '',
          rs = '', ms = '', gr = 0, lx = 0, ed = 0, ui = 0, uc = 0, uo = 0, un = 0, ep = 0})
   if here == 0 or seq % 64 == 0 then
     call('EXPIRE', accounts_key(class, version), IDLE_SECONDS)

@@ -24,6 +24,12 @@ local function accounts_key(class, version) return key('acc:' .. lane_id(class, 
 local function queue_key(class, version, tenant)
   return key('q:' .. class .. ':' .. #version .. ':' .. version .. ':' .. tenant)
 end
+local function scoped(tenant, scope) return #tenant .. ':' .. tenant .. ':' .. scope end
+local function scopes_in(further) -- without the limits
+  local found = {}
+  for scope in string.gmatch(further, '(%S+) %S+ %S+') do found[#found + 1] = scope end
+  return table.concat(found, ' ')
+end
 local function version_key(version) return key('v:' .. version) end
 local function request_key(id) return key('r:' .. id) end
 -- In a queue: of equal deadlines the first to come. In a lane: of equal service the one with the oldest turn.
@@ -121,6 +127,13 @@ local function unqueue(r, more)
   call('HINCRBY', key('queued'), 't:' .. r.tn, int(-(r['in'] + r.mo)))
   local left = call('HINCRBY', key('queued'), 'n:' .. r.tn, -1)
   if left <= 0 then call('HDEL', key('queued'), 'n:' .. r.tn, 't:' .. r.tn) end
+  for scope in string.gmatch(r.sc or '', '%S+') do
+    local name = scoped(r.tn, scope)
+    call('HINCRBY', key('scoped'), 't:' .. name, int(-(r['in'] + r.mo)))
+    if call('HINCRBY', key('scoped'), 'n:' .. name, -1) <= 0 then
+      call('HDEL', key('scoped'), 'n:' .. name, 't:' .. name)
+    end
+  end
   call('ZREM', key('deadlines'), r.id)
   return left
 end

@@ -56,16 +56,23 @@ local function next_class(version, state, slots)
   return best
 end
 
-local function note_pace(tenant, left)
-  local pace = call('HMGET', key('pace'), 'l:' .. tenant, 'a:' .. tenant)
+local function note_pace(paces, name, left)
+  local pace = call('HMGET', paces, 'l:' .. name, 'a:' .. name)
   local last = num(pace[1])
   if last > 0 then
-    call('HSET', key('pace'), 'a:' .. tenant, int(moved(num(pace[2]), math.max(0, now - last))))
+    call('HSET', paces, 'a:' .. name, int(moved(num(pace[2]), math.max(0, now - last))))
   end
   if left > 0 then
-    call('HSET', key('pace'), 'l:' .. tenant, int(now))
+    call('HSET', paces, 'l:' .. name, int(now))
   elseif last > 0 then
-    call('HDEL', key('pace'), 'l:' .. tenant)
+    call('HDEL', paces, 'l:' .. name)
+  end
+end
+
+local function note_scoped_paces(r)
+  for scope in string.gmatch(r.sc or '', '%S+') do
+    local name = scoped(r.tn, scope)
+    note_pace(key('scoped'), name, num(call('HGET', key('scoped'), 'n:' .. name)))
   end
 end
 
@@ -78,7 +85,8 @@ local function draw(version, slots)
   local tenant = string.sub(seat, 17)
   local first = call('ZRANGE', queue_key(class, version, tenant), 0, 1)
   local r = read(string.sub(first[1], 17))
-  note_pace(tenant, unqueue(r, true)) -- its place in the lane is seen to below
+  note_pace(key('pace'), tenant, unqueue(r, true)) -- its place in the lane is seen to below
+  note_scoped_paces(r)
   local acc = account(class, version, tenant)
   r.un, r.ep = math.max(1, predicted(acc, num(state[6]), num(state[5]), r['in'], r.mo)), acc.epoch
   local turn, served = acc.turns + 1, acc.service + charge(r.un, r.we)

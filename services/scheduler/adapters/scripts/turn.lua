@@ -11,7 +11,7 @@ for i = 1, endings do
 end
 for i = 1, entries do
   enqueued[i] = enqueue_one(at)
-  at = at + 15
+  at = at + 16
 end
 if limit > 0 then
   refused = refuse_overdue()
