@@ -243,7 +243,7 @@ class PurseMachine(RuleBasedStateMachine):
             name, (admitted, most) = next(iter(self.running.items()))
             del self.running[name]
             self.ended[name] = most * share // 100
-            self.runner.run(self.world.admission.settle(admitted, used_tokens=1, cost_micro=self.ended[name]))
+            self.runner.run(self.world.admission.settle(admitted, used_tokens=1, costs={"": self.ended[name]}))
             self.purse = self.purse.settle(name, self.ended[name], self.clock.now_ms())
 
     @rule()
