@@ -103,14 +103,6 @@ class LyingStore(kv_pb2_grpc.KvStoreServicer):
         """Nothing was held."""
         return kv_pb2.ReleaseHoldReply()
 
-    def Lend(self, requests: Any, context: Any) -> Iterator[kv_pb2.LentBlocks]:
-        """Nothing is lent."""
-        yield from ()
-
-    def DescribeTransfer(self, request: Any, context: Any) -> kv_pb2.TransferSource:
-        """Nobody reaches it."""
-        return kv_pb2.TransferSource()
-
     def BringPrefix(self, request: Any, context: Any) -> kv_pb2.BringPrefixReply:
         """Nothing comes."""
         return kv_pb2.BringPrefixReply()
