@@ -25,7 +25,11 @@ class ServiceSettings(BaseSettings):
     cluster: str = Field(default="roundhouse", description="name of the cluster: the `source` of usage events")
     instance_id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], description="unique name of this process")
     nats_url: str = Field(default="nats://127.0.0.1:4222", description="NATS server with JetStream")
-    redis_url: str = Field(default="redis://127.0.0.1:6379/0", description="Valkey or Redis")
+    redis_url: str = Field(
+        default="redis://127.0.0.1:6379/0",
+        pattern=r"^((rediss?|unix)|rediss?\+cluster)://",
+        description="Valkey or Redis; a cluster: redis+cluster://host:port,host:port",
+    )
     bind_host: str = Field(default="127.0.0.1", description="address that the servers of this process listen on")
     ops_port: int = Field(default=0, ge=0, le=65535, description="health, readiness and metrics; 0 picks a free port")
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
@@ -80,3 +84,8 @@ def test_infrastructure() -> str:
 def kill_tests_wanted() -> str:
     """How many parts a test of kills kills at how many steps: `sample` (the default) or `all`."""
     return os.environ.get("ROUNDHOUSE_TEST_KILLS") or "sample"
+
+
+def test_redis() -> str:
+    """What tests of services get for a store: one `server` (the default), or a `cluster`."""
+    return os.environ.get("ROUNDHOUSE_TEST_REDIS") or "server"

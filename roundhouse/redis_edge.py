@@ -3,40 +3,54 @@
 A script is one atomic decision. It is sent by hash and sent whole only when the server does not know it (first use,
 SCRIPT FLUSH, failover). Library errors become `Unavailable`. A cancelled call never leaves its reply to the next caller
 (case B37): scripts share a channel that knows whose each reply is; every other command has a connection of the pool
-for itself, which redis-py closes when the call is cancelled.
+for itself, which redis-py closes when the call is cancelled. `redis+cluster://` names a Redis Cluster: keys that belong
+together have one hash tag, and every command goes to the node of its first key (`redis_cluster.py`).
 """
 
 import asyncio
 from collections.abc import Sequence
 from hashlib import sha1
 from importlib import resources
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import hiredis
 from redis.asyncio import BlockingConnectionPool, Connection, Redis
+from redis.asyncio.connection import parse_url
 from redis.exceptions import NoScriptError, RedisError
 
-from roundhouse.errors import Unavailable
+from roundhouse.cluster_channel import ClusterChannel
+from roundhouse.errors import InvalidInput, Unavailable
+from roundhouse.redis_cluster import MeshCluster
 from roundhouse.script_channel import ChannelLost, ScriptChannel, Server, Value
 
 CONNECTIONS_MAX = 32  # a guess: enough to pipeline a busy process, few enough for hundreds of processes a server
 CALL_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 2.0
+CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
+_TIMES: Final[dict[str, Any]] = {
+    "timeout": CALL_TIMEOUT_S,
+    "socket_timeout": CALL_TIMEOUT_S,
+    "socket_connect_timeout": CONNECT_TIMEOUT_S,
+    "health_check_interval": 15,
+    "decode_responses": False,
+}
 
+Channel = ScriptChannel | ClusterChannel
 ScriptCall = tuple[Sequence[str], Sequence[str | bytes | int | float]]
 """Keys and arguments of one script run."""
 
 
 def open_redis(url: str, *, connections_max: int = CONNECTIONS_MAX) -> "MeshRedis":
-    """A client whose calls answer or fail within `CALL_TIMEOUT_S`; replies are bytes. Close with `aclose()`."""
+    """A client whose calls answer or fail within `CALL_TIMEOUT_S`; replies are bytes. Close with `aclose()`.
+
+    `url`: `redis://`, `rediss://` or `unix://` as redis-py takes them, or `redis+cluster://[user:password@]host:port,…`
+    (`rediss+cluster://` with TLS) with some nodes of a cluster. Raises InvalidInput if it is none of them."""
+    if url.partition("://")[0] in CLUSTER_SCHEMES:
+        return cast("MeshRedis", _open_cluster(url, connections_max))
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=connections_max,
-        timeout=CALL_TIMEOUT_S,
-        socket_timeout=CALL_TIMEOUT_S,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        health_check_interval=15,
-        decode_responses=False,
+        **_TIMES,
     )
     redis = cast("MeshRedis", MeshRedis.from_pool(pool))  # owns the pool: closing the client closes its connections
     server = Server.of(pool.connection_kwargs) if pool.connection_class is Connection else None
@@ -55,6 +69,28 @@ class MeshRedis(Redis):
         if self.scripts is not None:
             await self.scripts.close()
         await super().aclose(close_connection_pool)
+
+
+def _open_cluster(url: str, connections_max: int) -> MeshCluster:
+    scheme, _, rest = url.partition("://")
+    place, mark, query = rest.partition("?")
+    login, at, hosts = place.rpartition("@")
+    hosts, _, database = hosts.partition("/")
+    if not all(hosts.split(",")) or database not in ("", "0"):
+        raise InvalidInput(f"{scheme}:// wants host:port,host:port and no database", param="redis_url")
+    start, end = f"{CLUSTER_SCHEMES[scheme]}://{login}{at}", f"{mark}{query}"
+    try:
+        nodes = [cast("dict[str, Any]", parse_url(f"{start}{host}{end}")) for host in hosts.split(",")]
+    except ValueError as error:
+        raise InvalidInput(f"{scheme}:// wants host:port,host:port: {error}", param="redis_url") from error
+
+    def connect(server: Server) -> Redis:
+        options = {**nodes[0], "host": server.host, "port": server.port}
+        return Redis.from_pool(BlockingConnectionPool(max_connections=connections_max, **_TIMES, **options))
+
+    seeds = [server for node in nodes if (server := Server.of(node)) is not None]
+    plain = scheme == "redis+cluster"
+    return MeshCluster(seeds, connect, timeouts_s=(CALL_TIMEOUT_S, CONNECT_TIMEOUT_S) if plain else None)
 
 
 class LuaScript:
@@ -84,7 +120,9 @@ class LuaScript:
         _raise_swallowed(cancellations)
         return answer
 
-    async def _over(self, channel: ScriptChannel, keys: Sequence[str], arguments: Sequence[Value]) -> Any:
+    async def _over(
+        self, channel: ScriptChannel | ClusterChannel, keys: Sequence[str], arguments: Sequence[Value]
+    ) -> Any:
         try:
             answer = await channel.call("EVALSHA", self._sha, len(keys), *keys, *arguments)
             if _is_unknown(answer):
@@ -102,24 +140,26 @@ class LuaScript:
         if (channel := getattr(redis, "scripts", None)) is not None:
             return await self._each_over(channel, calls)
         try:
-            answers = await self._pipelined(redis, calls)
-            if any(isinstance(answer, NoScriptError) for answer in answers):
-                await cast("Any", redis.script_load(self._text))
-                answers = await self._pipelined(redis, calls)
+            answers = await self._pipelined(redis, calls, whole=False)
+            unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+            again = await self._pipelined(redis, [calls[index] for index in unknown], whole=True) if unknown else []
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable(f"the store did not run {self.name}") from error
+        for index, answer in zip(unknown, again, strict=True):
+            answers[index] = answer
         for answer in answers:
             if isinstance(answer, Exception):
                 raise Unavailable(f"the store did not run {self.name}") from answer
         return answers
 
-    async def _each_over(self, channel: ScriptChannel, calls: Sequence[ScriptCall]) -> list[Any]:
+    async def _each_over(self, channel: Channel, calls: Sequence[ScriptCall]) -> list[Any]:
         commands = [("EVALSHA", self._sha, len(keys), *keys, *arguments) for keys, arguments in calls]
         try:
             answers = await channel.call_each(commands)
-            if any(map(_is_unknown, answers)):
-                await channel.call("SCRIPT", "LOAD", self._text)
-                answers = await channel.call_each(commands)
+            unknown = [index for index, answer in enumerate(answers) if _is_unknown(answer)]
+            again = [("EVAL", self._text, *commands[index][2:]) for index in unknown]
+            for index, answer in zip(unknown, await channel.call_each(again), strict=True):
+                answers[index] = answer
         except (ChannelLost, OSError, TimeoutError) as error:
             raise Unavailable(f"the store did not run {self.name}") from error
         for answer in answers:
@@ -127,11 +167,15 @@ class LuaScript:
                 raise Unavailable(f"the store did not run {self.name}") from answer
         return answers
 
-    async def _pipelined(self, redis: Redis, calls: Sequence[ScriptCall]) -> list[Any]:
+    async def _pipelined(self, redis: Redis, calls: Sequence[ScriptCall], *, whole: bool) -> list[Any]:
+        script = self._text if whole else self._sha
+        commands = [(script, len(keys), *keys, *arguments) for keys, arguments in calls]
+        if isinstance(redis, MeshCluster):
+            run = cast("Any", redis.eval if whole else redis.evalsha)
+            return list(await asyncio.gather(*(run(*command) for command in commands), return_exceptions=True))
         async with redis.pipeline(transaction=False) as pipeline:
-            for keys, arguments in calls:
-                values: list[Any] = [*keys, *arguments]
-                pipeline.evalsha(self._sha, len(keys), *values)
+            for command in commands:
+                cast("Any", pipeline.eval if whole else pipeline.evalsha)(*command)
             return list(await pipeline.execute(raise_on_error=False))
 
 

@@ -4,7 +4,8 @@ Why not redis-py for these: a call costs it 0.17 to 0.21 ms of CPU (a connection
 call), this one a fifth of that, and scripts are on the path of every request. It sends commands and reads replies, no
 more: RESP2, parsed by hiredis. Invariant: every reply belongs to the oldest call without one, whoever has been
 cancelled meanwhile, so a reply never reaches another caller (case B37). A server that is silent for `timeout_s` is hung
-up on; calls in flight then fail and may have taken effect. Decision: docs/decisions/0096-script-channel.md.
+up on, and so is one that says READONLY, since behind its address there may be another primary by now; calls in flight
+then fail and may have taken effect. Decision: docs/decisions/0096-script-channel.md.
 """
 
 import asyncio
@@ -174,6 +175,9 @@ class _Connection(asyncio.Protocol):
                 waiting, _ = self._waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(reply)
+                if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("READONLY"):
+                    self.hang_up()  # it was made a replica: the next connection may find who took over
+                    return
         except (hiredis.ProtocolError, IndexError):  # no reply, or one too many: nothing after it can be trusted
             self.hang_up()
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from roundhouse.environment import test_redis
 from tests import infra
+from tests.valkey_cluster import ValkeyCluster, valkey_cluster_running
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +36,28 @@ def nats_url(session_nats: infra.FaultyServer) -> str:
     return session_nats.url
 
 
+@pytest.fixture(scope="session")
+def session_valkey_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    """The session's Valkey cluster. A test that kills a node starts it again and waits until it is in step."""
+    with valkey_cluster_running(tmp_path_factory.mktemp("valkey-cluster")) as cluster:
+        yield cluster
+
+
 @pytest.fixture
-def redis_url(session_valkey: infra.FaultyServer) -> str:
-    """URL of an empty Valkey."""
-    infra.flush_redis(session_valkey.url)
-    return session_valkey.url
+def redis_cluster(session_valkey_cluster: ValkeyCluster) -> ValkeyCluster:
+    """An empty Valkey cluster of three primaries with a replica each."""
+    infra.flush_redis(session_valkey_cluster.url)
+    return session_valkey_cluster
+
+
+@pytest.fixture
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """URL of an empty Valkey; of a cluster with `ROUNDHOUSE_TEST_REDIS=cluster`."""
+    if test_redis() == "cluster":
+        return str(request.getfixturevalue("redis_cluster").url)
+    server: infra.FaultyServer = request.getfixturevalue("session_valkey")
+    infra.flush_redis(server.url)
+    return server.url
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ class ClusterOptions:
     ledger_url: str = ""  # empty = SQLite in the cluster's folder
     profile: Profile = Profile.MIXED
     overrides: tuple[Override, ...] = ()
+    redis_url: str = ""  # empty = a Valkey of the cluster's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,12 @@ class _Addresses:
 def plan_cluster(home: Home, options: ClusterOptions, admin_key: str) -> ClusterPlan:
     """Lay out a cluster. Raises PartFailed if a program is missing."""
     nats_port, valkey_port, *metering_ports = free_ports(4)
-    addresses = _Addresses(f"nats://127.0.0.1:{nats_port}", f"redis://127.0.0.1:{valkey_port}/0")
+    redis_url = options.redis_url or f"redis://127.0.0.1:{valkey_port}/0"
+    addresses = _Addresses(f"nats://127.0.0.1:{nats_port}", redis_url)
     edge = _edge_ports(options)
-    stores = [
-        nats_program("nats", nats_port, home.data / "nats", home.log("nats")),
-        valkey_program("valkey", valkey_port, home.data / "valkey", home.log("valkey")),
-    ]
+    stores = [nats_program("nats", nats_port, home.data / "nats", home.log("nats"))]
+    if not options.redis_url:
+        stores.append(valkey_program("valkey", valkey_port, home.data / "valkey", home.log("valkey")))
     maker = _ServiceMaker(home, options, addresses)
     parts = [Part(program, Tier.STORE, program.probe) for program in stores]
     tritons = [TritonPorts(*free_ports(3)) for _ in range(options.nodes)]

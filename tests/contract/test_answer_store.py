@@ -154,7 +154,7 @@ async def test_a_tenant_is_erased(world: World) -> None:
     assert await world.claim("one", tenant=GLOBEX, owner="b") == Busy()
     if world.redis is not None:
         await world.store.erase(ACME)
-        assert [key for key in await world.redis.keys("*") if b"acme" in key] == []
+        assert [key for key in await world.redis.keys("rh:{t:acme}*") if b"acme" in key] == []
 
 
 async def test_no_answer_and_no_key_lies_in_the_store_in_the_clear(redis_url: str) -> None:
@@ -164,11 +164,11 @@ async def test_no_answer_and_no_key_lies_in_the_store_in_the_clear(redis_url: st
     key = "5c0b2f0e-my-key"
     await store.claim(ACME, key, "f", "a")
     await store.keep(ACME, key, "a", ANSWER)
-    dumped = b"".join([name + (await redis.dump(name) or b"") for name in await redis.keys("*")])
+    dumped = b"".join([name + (await redis.dump(name) or b"") for name in await redis.keys("rh:{t:acme}*")])
     assert b"secret" not in dumped
     assert key.encode() not in dumped
     assert await store.claim(ACME, key, "f", "b") == Kept(ANSWER)
-    [entry] = [name for name in await redis.keys("*") if b":answer:" in name]
+    [entry] = [name for name in await redis.keys("rh:{t:acme}*") if b":answer:" in name]
     await redis.hset(entry, "answer", b"\x00" * 64)  # changed by somebody: better none than another's
     assert await store.claim(ACME, key, "f", "b") == Kept(None)
     await redis.aclose()

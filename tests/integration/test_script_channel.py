@@ -1,6 +1,7 @@
 """The connection that all scripts of a process share, on a real store and on bad ones."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -100,9 +101,44 @@ async def test_a_server_that_says_nothing_or_nonsense_is_hung_up_on(answer: byte
         await channel.close()
 
 
+async def test_a_primary_that_was_demoted_is_left_for_the_new_one(valkey_server: FaultyServer, redis_url: str) -> None:
+    """A failover behind one address (a service, a proxy): the demoted primary still answers on the old connection; the
+    call that hears READONLY fails, and the next one goes to whoever is behind the address now."""
+    if "+cluster" in redis_url:
+        pytest.skip("a cluster has no one address")
+    primaries = [urlsplit(valkey_server.url), urlsplit(redis_url)]
+
+    carried: list[asyncio.Task[Any] | None] = []
+
+    async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(65_536):
+                target.write(data)
+        target.close()
+        with suppress(OSError):
+            await target.wait_closed()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        carried.append(asyncio.current_task())
+        far_reader, far_writer = await asyncio.open_connection(primaries[0].hostname, primaries[0].port)
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+
+    (port,) = free_ports(1)
+    async with await asyncio.start_server(carry, "127.0.0.1", port):
+        channel, direct = channel_to(f"redis://127.0.0.1:{port}/0"), channel_to(valkey_server.url)
+        assert await channel.call("SET", "x", "1") == b"OK"
+        assert await direct.call("REPLICAOF", "127.0.0.1", str(primaries[1].port)) == b"OK"
+        primaries.reverse()
+        assert isinstance(await channel.call("SET", "x", "2"), hiredis.ReplyError)
+        assert await channel.call("SET", "x", "3") == b"OK"
+        await direct.close()
+        await channel.close()
+        await asyncio.gather(*(task for task in carried if task))
+
+
 async def test_a_store_behind_tls_is_left_to_the_library() -> None:
     """What the channel does not speak goes through redis-py."""
-    for url in ("rediss://127.0.0.1:1/0", "unix:///nowhere"):
+    for url in ("rediss://127.0.0.1:1/0", "unix:///nowhere", "rediss+cluster://127.0.0.1:1"):
         redis = open_redis(url)
         assert redis.scripts is None
         await redis.aclose()

@@ -1,7 +1,7 @@
 """Keys in Redis: made, listed and revoked.
 
 Written in an order that never lets half a key work: the tenant's slot first (record and alive mark, one
-transaction), the id → tenant pointer, and last the hash index through which callers are found. Revoking goes the other
+script), the id → tenant pointer, and last the hash index through which callers are found. Revoking goes the other
 way round: the alive mark, which every admission checks, goes first, so the key is dead everywhere with that one write.
 """
 
@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from roundhouse.budgets import KEY_SCOPES, key_scope
 from roundhouse.errors import NotFound, Unavailable
+from roundhouse.redis_edge import LuaScript
 from roundhouse.vocabulary import KeyId, TenantId
 from services.gateway.adapters import redis_names
 from services.gateway.adapters.key_directory import IndexEntry
@@ -21,6 +22,7 @@ from services.gateway.domain.keys import KeyRecord, ends_at
 
 INDEX_SLACK_MS = 24 * 3600 * 1000  # the entry only has to go some day: expiry itself is checked by time, not by absence
 
+_write = LuaScript("services.gateway.adapters", "key_note.lua")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(KeyRecord).decode
 
@@ -37,7 +39,7 @@ class RedisKeyRegistry:
             if record.limits is not None and record.limits.budget is not None:  # before the key works: metering sums it
                 scope = key_scope(record.family or record.key_id)
                 await cast("Any", self._redis.hset(KEY_SCOPES, record.key_id, f"{record.tenant_id} {scope}"))
-            await self._write_alive(record)
+            await self._note(record, expires=str(record.expires_ms))
             await self._redis.set(redis_names.key_owner(record.key_id), record.tenant_id)
             await self._write_index(record, record.created_ms)
         except (RedisError, OSError, TimeoutError) as error:
@@ -63,7 +65,7 @@ class RedisKeyRegistry:
             record = await self._find(key_id)
             ending = ends_at(record, at_ms)
             if not record.revoked_ms and ending != record:
-                await self._write_alive(ending)
+                await self._note(ending, expires=str(ending.expires_ms))
                 await self._write_index(ending, at_ms)
             return ending
         except (RedisError, OSError, TimeoutError) as error:
@@ -76,12 +78,6 @@ class RedisKeyRegistry:
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be read now") from error
         return sorted((_decode(data) for data in found), key=lambda record: (record.created_ms, record.key_id))
-
-    async def _write_alive(self, record: KeyRecord) -> None:
-        async with self._redis.pipeline(transaction=True) as transaction:
-            transaction.hset(redis_names.key_records(record.tenant_id), record.key_id, _encode(record).decode())
-            transaction.hset(redis_names.alive_keys(record.tenant_id), record.key_hash, str(record.expires_ms))
-            await transaction.execute()
 
     async def _write_index(self, record: KeyRecord, now_ms: int) -> None:
         entry = IndexEntry(
@@ -105,9 +101,10 @@ class RedisKeyRegistry:
     async def _revoke(self, key_id: KeyId, now_ms: int) -> KeyRecord:
         record = await self._find(key_id)
         revoked = replace(record, revoked_ms=record.revoked_ms or now_ms)
-        async with self._redis.pipeline(transaction=True) as transaction:
-            transaction.hdel(redis_names.alive_keys(record.tenant_id), record.key_hash)
-            transaction.hset(redis_names.key_records(record.tenant_id), key_id, _encode(revoked).decode())
-            await transaction.execute()
+        await self._note(revoked, expires="")
         await self._redis.delete(redis_names.key_index(record.key_hash))
         return revoked
+
+    async def _note(self, record: KeyRecord, *, expires: str) -> None:
+        keys = [redis_names.key_records(record.tenant_id), redis_names.alive_keys(record.tenant_id)]
+        await _write(self._redis, keys, [record.key_id, _encode(record).decode(), record.key_hash, expires])

@@ -25,6 +25,7 @@ class Attempt:
     number: int
     pool: str
     submitted_ms: int  # monotonic
+    reminded_ms: int  # monotonic: when the scheduler was last told of it
     answer: asyncio.Future[wire.Grant]
     admitted: Admitted
     position: int = 0

@@ -42,6 +42,7 @@ log = structlog.get_logger(__name__)
 RETRY_PAUSES_MS = (250, 1_500)
 ATTEMPTS_MAX = 1 + len(RETRY_PAUSES_MS)
 SUBMIT_TRIES_MAX = 2  # submitting is idempotent; a second try reaches another replica
+REMIND_MS = 10_000  # a guess: how much later a request starts that a failover of the store forgot
 COMMENT_INTERVAL_S = 2.0  # contract: a waiting stream hears something every 2 s or so
 
 
@@ -118,6 +119,7 @@ class Run:
         try:
             async for waiting in self._until_done(attempt.answer, attempt):
                 yield waiting
+                await self._remind(attempt)
         finally:
             self._parts.observer.queued(self.work.model.name, -1)
         async with aclosing(self._stream(attempt, attempt.answer.result())) as events:
@@ -130,7 +132,8 @@ class Run:
             request_id=self.work.request_id,
             number=number,
             pool=pool_of(self.work),
-            submitted_ms=self._parts.clock.monotonic_ms(),
+            submitted_ms=(now_ms := self._parts.clock.monotonic_ms()),
+            reminded_ms=now_ms,
             answer=asyncio.get_running_loop().create_future(),
             admitted=self.admitted,
         )
@@ -164,6 +167,17 @@ class Run:
                 if tries == SUBMIT_TRIES_MAX:
                     raise
         raise AssertionError("the loop returns or raises")
+
+    async def _remind(self, attempt: Attempt) -> None:
+        """Submit a waiting attempt again, now and then: idempotent while it is queued, and needed if the store that
+        had the queue was replaced by one that had not heard of it yet. What is answered is not about the attempt."""
+        now_ms = self._parts.clock.monotonic_ms()
+        if now_ms - attempt.reminded_ms < REMIND_MS or attempt.answer.done():
+            return
+        attempt.reminded_ms = now_ms
+        request = submit_request(self.work, attempt, self._parts.gateway_id, self.output_tokens)
+        request.fallback_allowed = False
+        await self._quietly(self._parts.scheduler.submit(request))
 
     async def _until_done(self, answer: "asyncio.Future[Any]", attempt: Attempt) -> AsyncIterator[Waiting]:
         """`Waiting` every `COMMENT_INTERVAL_S` until `answer` is done."""
@@ -293,7 +307,7 @@ class Run:
         elif not attempt.rejected:
             await self._quietly(self._parts.scheduler.cancel(self._cancel_message(attempt)))
 
-    async def _quietly(self, write: Coroutine[Any, Any, None]) -> None:
+    async def _quietly(self, write: Coroutine[Any, Any, object]) -> None:
         try:
             await write
         except Unavailable as error:

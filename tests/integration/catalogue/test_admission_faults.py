@@ -44,6 +44,8 @@ async def test_cancelled_calls_give_nobody_anothers_answer(redis_url: str) -> No
     """B37: 200 requests of two tenants over a 100 ms line, half cancelled after 0 to 150 ms, then 200 more in turn.
 
     0 answers carry the other's limit or tenant; each tenant's counter is its own admitted requests; the pool holds."""
+    if "+cluster" in redis_url:
+        pytest.skip("the line to one server is delayed; for a cluster see tests/integration/test_redis_cluster.py")
     chance = random.Random(37)
     address = urlsplit(redis_url)
     direct = open_redis(redis_url)

@@ -71,6 +71,29 @@ def test_a_waiting_request_is_told_every_two_seconds_and_never_fails_early() -> 
     in_world(scenario)
 
 
+def test_the_scheduler_is_reminded_of_a_request_that_waits_long() -> None:
+    """Submitted again after 10 s and 20 s, as the same attempt and without a fallback; what is answered ends nothing,
+    also not when the scheduler is away. A store that a failover made forget the request queues it so."""
+
+    async def scenario(world: GatewayWorld) -> None:
+        world.scheduler.grants_at_once = False
+        task = asyncio.create_task(collect(world))
+        await asyncio.sleep(9)
+        assert len(world.scheduler.submitted) == 1
+        world.scheduler.refused = wire.Refused(reason=wire.Refused.REASON_DEADLINE)
+        await asyncio.sleep(2)
+        world.scheduler.away = True
+        await asyncio.sleep(10)
+        world.scheduler.away = False
+        await asyncio.sleep(10)
+        first, *more = world.scheduler.submitted
+        assert [(each.request_id, each.attempt, each.fallback_allowed) for each in more] == [("r1", 1, False)] * 2
+        assert world.scheduler.grant(first)
+        await task
+
+    assert billed(the_event(in_world(scenario))) == (Outcome.DONE, 10, 3)
+
+
 def test_leaving_while_queued_takes_the_request_out_and_bills_nothing() -> None:
     """Case B35 (c): one cancelled event of 0 tokens, the queue entry cancelled, the reservation returned."""
 
