@@ -9,9 +9,12 @@ import hiredis
 import pytest
 
 from deploy.local.ports import free_ports
+from roundhouse.environment import test_redis
 from roundhouse.redis_edge import open_redis
 from roundhouse.script_channel import ChannelLost, ScriptChannel, Server
 from tests.infra import FaultyServer
+
+pytestmark = pytest.mark.skipif(test_redis() == "cluster", reason="the connection to one server")
 
 
 def channel_to(url: str, *, timeout_s: float = 30, database: int = 0) -> ScriptChannel:
@@ -104,8 +107,6 @@ async def test_a_server_that_says_nothing_or_nonsense_is_hung_up_on(answer: byte
 async def test_a_primary_that_was_demoted_is_left_for_the_new_one(valkey_server: FaultyServer, redis_url: str) -> None:
     """A failover behind one address (a service, a proxy): the demoted primary still answers on the old connection; the
     call that hears READONLY fails, and the next one goes to whoever is behind the address now."""
-    if "+cluster" in redis_url:
-        pytest.skip("a cluster has no one address")
     primaries = [urlsplit(valkey_server.url), urlsplit(redis_url)]
 
     carried: list[asyncio.Task[Any] | None] = []
