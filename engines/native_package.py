@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.packaging import EngineSpec, PackagingError, TritonPackage
+from engines.placement import hold_in_server, hold_process
 
 CONFIG_NAME = "config.pbtxt"
+OWN_PROCESS = frozenset({"python", "vllm"})  # these run as a process of the model's own; vLLM's is a Python backend
 
 
 def native_package(spec: EngineSpec) -> TritonPackage:
@@ -22,6 +24,10 @@ def native_package(spec: EngineSpec) -> TritonPackage:
     files = {f"file:{path.relative_to(folder).as_posix()}": path.read_bytes() for path in _model_files(folder)}
     if not any(name.removeprefix("file:").split("/")[0].isdigit() for name in files):
         raise PackagingError(f"{folder}: no version folder with a file in it")
+    if config.get("backend") in OWN_PROCESS:
+        hold_process(config, files, spec.devices)
+    else:
+        hold_in_server(config, spec.devices)
     return TritonPackage(config, files)
 
 

@@ -10,6 +10,7 @@ configuration is whole. Settings reach our Python models as Triton `parameters`,
 | `slots`, `kv_pool_tokens` | requests at once, and tokens of KV memory that they share |
 | `weights_arena` | JSON: files of the checkpoint that lie in shared memory, and where; missing: read the folder |
 | `kvstore_address` | empty: no reuse of KV blocks across requests |
+| `devices` | JSON: UUIDs of the devices it was placed on; see `engines.placement` |
 | `prefill_chunk_tokens`, `adapters_in_memory`, `adapter_rank_max` | optional; see `engines.reference.loaded_model` |
 """
 
@@ -19,6 +20,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
+
+from engines.placement import DEVICES_PARAMETER, EngineDevice, PackagingError, devices_of
+
+__all__ = [
+    "DEVICES_PARAMETER",
+    "ArenaRanges",
+    "EngineDevice",
+    "EngineSpec",
+    "PackagingError",
+    "TritonPackage",
+    "devices_of",
+    "estimate_device_bytes",
+    "maps_file",
+    "model_shim",
+    "package",
+    "string_parameters",
+]
 
 EngineName = Literal["reference", "onnx", "vllm", "triton"]
 
@@ -37,7 +55,10 @@ class ArenaRanges:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One model version on one node, as the loader decides it. `devices` are GPU indices; empty means CPU."""
+    """One model version on one node, as the loader decides it.
+
+    `devices` are those it is to stand on; empty = nobody chose, and it runs on the CPU. `tensor_parallel` is how many
+    it takes, also where they are not chosen yet; `share` the bytes that it may take on each, 0 = not said."""
 
     engine: EngineName
     triton_model_name: str
@@ -46,7 +67,9 @@ class EngineSpec:
     slots: int = 4
     kv_pool_tokens: int = 4096
     kvstore_address: str = ""
-    devices: tuple[int, ...] = ()
+    devices: tuple[EngineDevice, ...] = ()
+    tensor_parallel: int = 1
+    share: int = 0
     arena: ArenaRanges | None = None
 
 
@@ -56,10 +79,6 @@ class TritonPackage:
 
     config: dict[str, object]
     files: dict[str, bytes] = field(default_factory=dict)
-
-
-class PackagingError(Exception):
-    """A model folder that cannot be turned into a Triton model; the text says what is wrong with it."""
 
 
 def package(spec: EngineSpec) -> TritonPackage:
@@ -93,9 +112,10 @@ def maps_file(engine: EngineName, name: str) -> bool:
 
 
 def estimate_device_bytes(spec: EngineSpec) -> int:
-    """Bytes the loaded model will take on its device, to reserve before loading; raises `PackagingError`.
+    """Bytes the loaded model will take on all of its devices, to reserve before loading; raises `PackagingError`.
 
-    An upper estimate: weights as the engine holds them, the KV pool, and working memory.
+    An upper estimate: weights as the engine holds them and the KV pool, which its devices share evenly, and working
+    memory, which it takes on each.
     """
     match spec.engine:
         case "reference":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.packaging import EngineSpec, PackagingError, TritonPackage, model_shim, string_parameters
+from engines.placement import hold_process
 
 # onnxruntime's type names to Triton's.
 TRITON_TYPES = {
@@ -46,7 +47,9 @@ def onnx_package(spec: EngineSpec) -> TritonPackage:
         "instance_group": [{"kind": "KIND_CPU", "count": 1}],
         "parameters": {**string_parameters(spec), "weights_path": {"string_value": str(path)}},
     }
-    return TritonPackage(config, {"file:1/model.py": model_shim("engines.onnx.triton_model")})
+    files = {"file:1/model.py": model_shim("engines.onnx.triton_model")}
+    hold_process(config, files, spec.devices)
+    return TritonPackage(config, files)
 
 
 def estimate_onnx_bytes(spec: EngineSpec) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.language_tensors import language_inputs, language_outputs
 from engines.packaging import EngineSpec, PackagingError, TritonPackage, model_shim, string_parameters
+from engines.placement import hold_process
 
 # Measured: resident memory of the model's process is 46 to 50 MiB before weights, libraries that it shares included.
 PROCESS_BYTES = 48 * 2**20
@@ -31,7 +32,9 @@ def reference_package(spec: EngineSpec) -> TritonPackage:
         "instance_group": [{"kind": "KIND_CPU", "count": 1}],
         "parameters": string_parameters(spec),
     }
-    return TritonPackage(config, {"file:1/model.py": model_shim("engines.reference.triton_model")})
+    files = {"file:1/model.py": model_shim("engines.reference.triton_model")}
+    hold_process(config, files, spec.devices)
+    return TritonPackage(config, files)
 
 
 def estimate_reference_bytes(spec: EngineSpec) -> int:
@@ -45,7 +48,7 @@ def estimate_reference_bytes(spec: EngineSpec) -> int:
     head = int(config["vocab_size"]) * hidden * 4 if config.get("tie_word_embeddings") else 0
     pool = math.ceil(spec.kv_pool_tokens / 16) * 16 * layers * 2 * kv_heads * head_dim * 4
     workspace = WORKSPACE_ROWS * (hidden + int(config["intermediate_size"])) * 4
-    return PROCESS_BYTES + weights + head + pool + workspace
+    return weights + head + pool + max(1, spec.tensor_parallel) * (PROCESS_BYTES + workspace)
 
 
 def _float32_bytes(path: Path) -> int:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from engines.language_tensors import language_inputs, language_outputs
 from engines.packaging import EngineSpec, PackagingError, TritonPackage
+from engines.placement import hold_process
+
+WORKSPACE_BYTES = 2**30  # a GPU: CUDA context, activations, captured graphs. A guess; the first load is measured.
 
 OURS = frozenset({"roundhouse", "embedding", "return_logprobs", "logprobs"})
 
@@ -32,22 +35,32 @@ def vllm_package(spec: EngineSpec) -> TritonPackage:
         "output": [tensor for tensor in language_outputs() if tensor["name"] not in OURS],
         "instance_group": [{"kind": "KIND_MODEL", "count": 1}],
     }
-    return TritonPackage(config, {"file:1/model.json": json.dumps(engine_arguments(spec), sort_keys=True).encode()})
+    files = {"file:1/model.json": json.dumps(engine_arguments(spec), sort_keys=True).encode()}
+    hold_process(config, files, spec.devices)
+    return TritonPackage(config, files)
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """vLLM's `AsyncEngineArgs` for this model."""
     return {
         "model": spec.weights_path,
-        "tensor_parallel_size": max(1, len(spec.devices)),
+        "tensor_parallel_size": len(spec.devices) or spec.tensor_parallel,
         "max_num_seqs": spec.slots,
-        "gpu_memory_utilization": GPU_MEMORY_SHARE,
+        "gpu_memory_utilization": _memory_share(spec),
         "enable_prefix_caching": True,
     }
 
 
+def _memory_share(spec: EngineSpec) -> float:
+    """The part of each GPU that this model was given; vLLM fills it with weights, workspace and KV blocks."""
+    smallest = min((device.capacity for device in spec.devices), default=0)
+    if not smallest or not spec.share:
+        return GPU_MEMORY_SHARE
+    return min(GPU_MEMORY_SHARE, round(spec.share / smallest, 4))
+
+
 def estimate_vllm_bytes(spec: EngineSpec) -> int:
-    """Weights as they are on disk, and the KV pool in 16 bit; raises `PackagingError`."""
+    """Weights as they are on disk, the KV pool in 16 bit, and each GPU's workspace; raises `PackagingError`."""
     from engines.reference.triton_config import read_object
 
     folder = Path(spec.weights_path)
@@ -56,4 +69,5 @@ def estimate_vllm_bytes(spec: EngineSpec) -> int:
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     pool = spec.kv_pool_tokens * int(config["num_hidden_layers"]) * 2 * kv_heads * head_dim * 2
-    return pool + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    workspace = max(1, spec.tensor_parallel) * WORKSPACE_BYTES
+    return workspace + pool + sum(path.stat().st_size for path in folder.glob("*.safetensors"))

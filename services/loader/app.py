@@ -25,6 +25,7 @@ from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId
 from roundhouse.wire.v1 import loading_pb2_grpc, vocabulary_pb2
 from services.loader.adapters.disk_cache import DiskCache
+from services.loader.adapters.find_devices import inventory
 from services.loader.adapters.grpc_loader import SERVICE, Handlers, LoaderServicer
 from services.loader.adapters.metrics import PrometheusMeasurements
 from services.loader.adapters.model_library import CatalogueLibrary
@@ -35,10 +36,11 @@ from services.loader.adapters.object_source import ObjectSource
 from services.loader.adapters.shared_arena import SharedArena
 from services.loader.adapters.triton_control import TritonControl
 from services.loader.domain.contents import ContentLedger
-from services.loader.domain.memory_ledger import MemoryLedger
+from services.loader.domain.device_ledger import DeviceLedger
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.describe import Identity
 from services.loader.operations.ensure import Orders
+from services.loader.operations.leaks import LOOK_MS, LeakWatch
 from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.node import Node
 from services.loader.operations.perform import Parts, Performer
@@ -92,7 +94,8 @@ class _Loader:
     def __init__(self, settings: LoaderSettings, bus: NatsBus, catalogue: CatalogueReader) -> None:
         self._settings = settings
         node_id = NodeId(settings.node_id)
-        self.node = Node(MemoryLedger(settings.device_bytes), ContentLedger(settings.disk_bytes))
+        self._inventory = inventory(settings.devices, settings.device_bytes)
+        self.node = Node(DeviceLedger.of(self._inventory.devices), ContentLedger(settings.disk_bytes))
         self._clock = SystemClock()
         self._control = TritonControl(settings.triton_grpc, settings.triton_repository)
         stall_ms = round(settings.source_stall_seconds * 1000)
@@ -115,12 +118,14 @@ class _Loader:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         steps = Steps(self.node, self._clock, tasks)
         caches = CacheTiers(self.node, steps, self._cache, self._arena, self._stagings, self._clock)
+        processes = StubProcesses(int(self._settings.triton_grpc.rpartition(":")[2]))
         parts = Parts(
             self._control,
             self._library,
             self._audit,
             self._measurements,
-            StubProcesses(int(self._settings.triton_grpc.rpartition(":")[2])),
+            processes,
+            self._inventory,
             self._clock,
             round(self._settings.load_timeout_seconds * 1000),
             round(self._settings.unload_patience_seconds * 1000),
@@ -143,6 +148,16 @@ class _Loader:
         succession = Succession(self.node, steps, caches, self._library, self._audit, self._clock)
         announcer = await self._serve(handlers, watch, lifecycle)
         lifecycle.every(TURN_MS, succession.turn, "succession")
+        leaks = LeakWatch(
+            self.node,
+            processes,
+            self._inventory,
+            self._audit,
+            self._measurements,
+            self._clock,
+            self._settings.leak_bytes,
+        )
+        lifecycle.every(LOOK_MS, leaks.turn, "leaks")
         if self._settings.host_prefault:
             lifecycle.spawn(self._arena.fault_in(), "fault in")
         self._drains = [
@@ -182,7 +197,6 @@ class _Loader:
             triton_address=settings.triton_address_for_gateways,
             loader_address="",
             kvstore_address=settings.kvstore_address,
-            device_count=settings.device_count,
         )
 
 

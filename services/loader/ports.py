@@ -12,6 +12,7 @@ from typing import Protocol
 from roundhouse.catalogue.records import ContentFile, Model
 from roundhouse.vocabulary import Digest, ModelName
 from roundhouse.wire.v1 import loading_pb2
+from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion
 
 
@@ -54,6 +55,12 @@ class ModelControl(Protocol):
         """Ask Triton to unload; running requests end first. Its return says nothing about memory: ask `index`.
 
         Unloading what is not loaded changes nothing. Raises as `probe`."""
+        ...
+
+    async def placed_on(self, name: str, *, timeout_ms: int) -> tuple[str, ...]:
+        """UUIDs of the devices that a loaded model was packaged for; empty if its package named none.
+
+        Raises as `probe`; EngineFailed if it is not loaded."""
         ...
 
     async def forget(self, name: str) -> None:
@@ -248,16 +255,32 @@ class ModelLibrary(Protocol):
         ...
 
     async def device_bytes(self, model: Model) -> int:
-        """Bytes one instance takes on its device: the catalogue's, else an estimate. Raises InvalidInput, NotFound."""
+        """Bytes one instance takes on all of its devices together, evenly: the catalogue's, else an estimate.
+
+        Raises InvalidInput, NotFound."""
         ...
 
     def mapped_files(self, model: Model, files: Sequence[ContentFile]) -> tuple[ContentFile, ...]:
         """Which files the model's engine reads straight from host memory; the others it opens by path."""
         ...
 
-    async def package(self, model: Model, weights: Path, arena: ArenaView | None) -> LoadPackage:
-        """What Triton is told to load. Raises InvalidInput: the weights are not what the engine needs."""
+    async def package(
+        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
+    ) -> LoadPackage:
+        """What Triton is told to load, to stand on `devices`.
+
+        Raises InvalidInput: the weights are not what the engine needs, or it cannot be held to these devices."""
         ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Measured:
+    """What a version took on so many devices when it was loaded last."""
+
+    model: str
+    digest: str
+    devices: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +289,7 @@ class Remembered:
 
     maintenance: str = ""  # why the node takes no work; empty = it does
     dead: tuple[str, ...] = ()  # Triton names whose model process died and whose unload was never confirmed
+    measured: tuple[Measured, ...] = ()  # sizes that the catalogue leaves open
 
 
 class NodeMemory(Protocol):
@@ -280,28 +304,12 @@ class NodeMemory(Protocol):
         ...
 
 
-class ModelProcesses(Protocol):
-    """The operating system's processes of Triton's models, where this process can see them."""
-
-    async def find(self, triton_name: str) -> Sequence[int] | None:
-        """Process ids that run the model; None if they cannot be told (another container, no such backend)."""
-        ...
-
-    async def end(self, pids: Sequence[int]) -> None:
-        """End them at once, and return when their memory is free. Idempotent."""
-        ...
-
-    async def memory_bytes(self, pids: Sequence[int]) -> int:
-        """Memory of their own, without what they share with others; 0 if it cannot be told."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AuditNote:
     """One entry of the audit stream."""
 
     what: str  # "load", "load-failed", "unload", "lost"
-    version: ModelVersion
+    version: ModelVersion | None  # None = the node as a whole
     reason: str
     details: Mapping[str, str] = field(default_factory=dict)
 
@@ -342,7 +350,19 @@ class Measurements(Protocol):
         ...
 
     def tiers(self, state: loading_pb2.NodeState) -> None:
-        """The bytes of each tier now."""
+        """The bytes of each tier and device now."""
+        ...
+
+    def not_freed(self, device: int) -> None:
+        """A model was unloaded and the device did not show its memory as free in time."""
+        ...
+
+    def unaccounted(self, where: str, size: int) -> None:
+        """Bytes in use beside models, more than at first: of "server" (Triton's processes) or of a device's index."""
+        ...
+
+    def server_recycled(self) -> None:
+        """Triton was ended because it leaked."""
         ...
 
     def moving(self, done: int, total: int) -> None:

@@ -25,7 +25,21 @@ class LoaderSettings(ServiceSettings):
     triton_advertise: str = Field(default="", description="host:port that gateways dial; empty = TRITON_GRPC")
     triton_repository: Path = Field(description="Triton's --model-repository folder, as this process sees it")
     kvstore_address: str = Field(default="", description="host:port of the node's kvstore; empty = none")
-    device_bytes: int = Field(gt=0, description="bytes of device memory that models may take")
+    device_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="bytes that models may take of the node's device, or of each GPU; 0 = as NVML or DEVICES says",
+    )
+    devices: str = Field(
+        default="",
+        description="devices as a JSON or YAML list, or the file that has it; 'host' = one of DEVICE_BYTES; empty ="
+        " those that NVML sees, and without a GPU as 'host'",
+    )
+    leak_bytes: int = Field(
+        default=GIB,
+        ge=0,
+        description="growth of Triton's memory beside its models that is a leak; 0 = no leak is looked for",
+    )
     host_bytes: int = Field(default=8 * GIB, ge=0, description="bytes of host memory for weights; 0 = no arena")
     host_arena: Path | None = Field(
         default=None, description="file of the host arena, on a memory file system; none = below /dev/shm, by CACHE_DIR"
@@ -37,7 +51,6 @@ class LoaderSettings(ServiceSettings):
         default=30.0, gt=0, description="a source that sends no chunk of 8 MiB for so long has failed"
     )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="bytes of the disk cache")
-    device_count: int = Field(default=1, ge=1, description="devices of the node")
     cache_dir: Path = Field(description="folder of the disk cache; Triton must see it under the same path")
     unload_patience_seconds: float = Field(
         default=300.0, gt=0, description="how long running requests may hold up an unload before the model is ended"

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -12,12 +12,15 @@ from roundhouse.catalogue.records import ContentFile, Engine, Interface, Model
 from roundhouse.errors import NotFound, RoundhouseError
 from roundhouse.vocabulary import ModelName
 from roundhouse.wire.v1 import loading_pb2
+from services.loader.device_ports import ServerMemory
 from services.loader.domain.contents import ContentLedger
+from services.loader.domain.device_ledger import DeviceLedger
+from services.loader.domain.devices import Device
 from services.loader.domain.instance import State
-from services.loader.domain.memory_ledger import MemoryLedger
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
+from services.loader.operations.leaks import LeakWatch
 from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.node import Node
 from services.loader.operations.perform import Parts, Performer
@@ -36,6 +39,7 @@ from tests.fakes.weight_cache import FakeSource, FakeWeightCache, digest_of
 LOAD_TIMEOUT_MS = 10_000
 SETTLED_MS = 120_000
 STALL_MS = 30_000
+LEAK_BYTES = 1_000
 
 
 def small_file(content: str, size: int) -> ContentFile:
@@ -93,9 +97,11 @@ class FakeLibrary:
         """See `ModelLibrary.mapped_files`."""
         return tuple(files) if self.maps else ()
 
-    async def package(self, model: Model, weights: Path, arena: ArenaView | None) -> LoadPackage:
+    async def package(
+        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
+    ) -> LoadPackage:
         """See `ModelLibrary.package`."""
-        knobs = self.knobs.get(model.name, {})
+        knobs = {**self.knobs.get(model.name, {}), "devices": json.dumps([each.uuid for each in devices])}
         self.views.append(arena)
         return LoadPackage(json.dumps({"parameters": {name: {"string_value": text} for name, text in knobs.items()}}))
 
@@ -117,6 +123,9 @@ class KeptMeasurements:
 
     loads: list[tuple[str, str]] = field(default_factory=list)
     unloads: list[str] = field(default_factory=list)
+    unfreed: list[int] = field(default_factory=list)
+    grown: dict[str, int] = field(default_factory=dict)
+    recycled: int = 0
 
     def load_ended(self, model: ModelName, outcome: str) -> None:
         """See `Measurements.load_ended`."""
@@ -132,6 +141,18 @@ class KeptMeasurements:
     def tiers(self, state: loading_pb2.NodeState) -> None:
         """See `Measurements.tiers`."""
 
+    def not_freed(self, device: int) -> None:
+        """See `Measurements.not_freed`."""
+        self.unfreed.append(device)
+
+    def unaccounted(self, where: str, size: int) -> None:
+        """See `Measurements.unaccounted`."""
+        self.grown[where] = size
+
+    def server_recycled(self) -> None:
+        """See `Measurements.server_recycled`."""
+        self.recycled += 1
+
     def moving(self, done: int, total: int) -> None:
         """See `Measurements.moving`."""
 
@@ -143,6 +164,7 @@ class FakeProcesses:
     pids: dict[str, list[int]] = field(default_factory=dict)
     bytes_each: int = 0
     ended: list[int] = field(default_factory=list)
+    beside: ServerMemory | None = None
 
     async def find(self, triton_name: str) -> Sequence[int] | None:
         """See `ModelProcesses.find`."""
@@ -155,6 +177,38 @@ class FakeProcesses:
     async def memory_bytes(self, pids: Sequence[int]) -> int:
         """See `ModelProcesses.memory_bytes`."""
         return self.bytes_each * len(pids)
+
+    async def family(self, pids: Sequence[int]) -> Sequence[int]:
+        """See `ModelProcesses.family`."""
+        return pids
+
+    async def server(self, models: Collection[str]) -> ServerMemory | None:
+        """See `ModelProcesses.server`."""
+        return self.beside
+
+    async def end_server(self, pid: int, patience_ms: int) -> None:
+        """See `ModelProcesses.end_server`."""
+        self.ended.append(pid)
+
+
+@dataclass(slots=True)
+class FakeInventory:
+    """`DeviceInventory` set by hand."""
+
+    devices: tuple[Device, ...]
+    used: dict[int, int] | None = None
+    """Bytes in use on each device; None = it cannot be told."""
+    held: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Process id → bytes on each device."""
+
+    async def used_bytes(self) -> Mapping[int, int] | None:
+        """See `DeviceInventory.used_bytes`."""
+        return self.used
+
+    async def held_by(self, pids: Sequence[int]) -> Mapping[int, int]:
+        """See `DeviceInventory.held_by`."""
+        indices = {index for pid in pids for index in self.held.get(pid, {})}
+        return {index: sum(self.held.get(pid, {}).get(index, 0) for pid in pids) for index in indices}
 
 
 @dataclass(slots=True)
@@ -193,6 +247,8 @@ class SmallNode:
     maintenance: Maintenance
     gauge: ProgressGauge
     watch: TritonWatch
+    inventory: FakeInventory
+    leaks: LeakWatch
 
     async def load(
         self, model: Model, generation: int = 0, *, first: Sequence[Model] = (), **more: object
@@ -235,6 +291,7 @@ async def small_node(
     watched: bool = False,
     memory: FakeNodeMemory | None = None,
     triton: FakeModelControl | None = None,
+    devices: Sequence[Device] = (),
 ) -> AsyncIterator[SmallNode]:
     """A node whose catalogue and sources have `models`; `watched` runs the watch each second, as a process does.
 
@@ -246,12 +303,13 @@ async def small_node(
     cache, arena = FakeWeightCache(clock, sources), FakeWeightArena(clock, host_bytes)
     audit, measurements, processes = KeptNotes(), KeptMeasurements(), FakeProcesses()
     remembered = memory or FakeNodeMemory()
-    node = Node(MemoryLedger(device_bytes), ContentLedger(disk_bytes))
+    inventory = FakeInventory(tuple(devices) or (Device(0, "device-0", device_bytes),))
+    node = Node(DeviceLedger.of(inventory.devices), ContentLedger(disk_bytes))
     async with asyncio.TaskGroup() as tasks:
         steps, stagings = Steps(node, clock, tasks), Stagings(clock, STALL_MS)
         gauge = ProgressGauge(node, stagings, clock)
         caches = CacheTiers(node, steps, cache, arena, stagings, clock)
-        parts = Parts(control, library, audit, measurements, processes, clock, LOAD_TIMEOUT_MS)
+        parts = Parts(control, library, audit, measurements, processes, inventory, clock, LOAD_TIMEOUT_MS)
         steps.performed_by(Performer(node, steps, caches, parts).perform)
         recollection = Recollection(node, remembered)
         watch = TritonWatch(node, steps, control, library, audit, measurements, recollection, clock)
@@ -281,6 +339,8 @@ async def small_node(
             maintenance,
             gauge,
             watch,
+            inventory,
+            LeakWatch(node, processes, inventory, audit, measurements, clock, LEAK_BYTES),
         )
         if beat is not None:
             beat.cancel()
@@ -302,7 +362,7 @@ async def _beat(watch: TritonWatch, succession: Succession, clock: VirtualClock)
 
 
 def on_a_small_node(
-    *models: Model, **sizes: int | bool
+    *models: Model, **sizes: int | bool | Sequence[Device]
 ) -> Callable[[Callable[[SmallNode], Awaitable[None]]], Callable[[], None]]:
     """Run a test inside a node of its own, in virtual time."""
 

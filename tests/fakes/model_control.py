@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.placement import DEVICES_PARAMETER, devices_of
 from roundhouse.clock import Clock
 from roundhouse.errors import DeadlinePassed, EngineFailed, Unavailable
 from services.loader.ports import LoadPackage, TritonState
@@ -20,6 +21,7 @@ class _Model:
     state: TritonState
     unload_ms: int = 0
     running: int = 0
+    devices: str = ""
 
 
 class FakeModelControl:
@@ -63,6 +65,14 @@ class FakeModelControl:
             return
         self._begin_unload(name, model)
 
+    async def placed_on(self, name: str, *, timeout_ms: int) -> tuple[str, ...]:
+        """See `ModelControl.placed_on`."""
+        await self._answer(timeout_ms)
+        model = self._models.get(name)
+        if model is None or model.state is TritonState.UNAVAILABLE:
+            raise EngineFailed("no such model", code="load_failed")
+        return devices_of(model.devices)
+
     async def forget(self, name: str) -> None:
         """See `ModelControl.forget`."""
         model = self._models.get(name)
@@ -93,7 +103,9 @@ class FakeModelControl:
             raise DeadlinePassed(f"Triton did not answer within {timeout_ms} ms")
 
     async def _load(self, name: str, knobs: Mapping[str, str]) -> None:
-        model = self._models[name] = _Model(TritonState.LOADING, int(knobs.get("unload_ms", "0")))
+        model = self._models[name] = _Model(
+            TritonState.LOADING, int(knobs.get("unload_ms", "0")), devices=knobs.get(DEVICES_PARAMETER, "")
+        )
         self.loads.append(name)
         await self._clock.sleep_ms(int(knobs.get("load_ms", "0")))
         if "fail_load" in knobs:

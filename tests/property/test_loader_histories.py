@@ -6,16 +6,18 @@ has won (case B17), the ledger holds exactly what is ready, and Triton has exact
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from roundhouse.catalogue.records import Model
 from roundhouse.errors import RoundhouseError
+from services.loader.domain.devices import Device
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.ports import TritonState
@@ -23,6 +25,8 @@ from tests.builders.small_node import SmallNode, small_model, small_node, source
 from tests.fakes.clock import run_virtual
 
 MODELS = tuple(small_model(f"m{n}", size) for n, size in enumerate((100, 150, 250, 400)))
+GANGS = tuple(replace(model, tensor_parallel=1 + number % 2) for number, model in enumerate(MODELS))
+DEVICES = tuple(Device(number, f"d{number}", 220, link_group=number // 2) for number in range(4))
 USUAL = {"unload_ms": "1000"}  # what Triton's Python backend takes
 OTHER = source_of(small_model("other"))
 STEPS_MAX = 60
@@ -100,8 +104,17 @@ def test_whatever_happens_the_node_ends_as_ordered(seed: int) -> None:
     run_virtual(_history(history(Random(seed))))
 
 
-async def _history(steps: list[Step]) -> None:
-    async with small_node(MODELS, watched=True) as node:
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_whatever_happens_devices_and_gangs_end_as_ordered(seed: int) -> None:
+    """The same on two link groups of two devices, where half of the models are gangs of two: all or none, always."""
+    run_virtual(_history(history(Random(seed)), GANGS, DEVICES))
+
+
+async def _history(
+    steps: list[Step], models: Sequence[Model] = MODELS, devices: Sequence[Device] = (Device(0, "device-0", 400),)
+) -> None:
+    async with small_node(models, watched=True, devices=devices) as node:
         node.library.knobs = {model.name: dict(USUAL) for model in MODELS}
         callers: list[asyncio.Task[None]] = []
         for generation, step in enumerate(steps, start=1):
@@ -155,6 +168,9 @@ def _check_always(node: SmallNode) -> None:
         held = node.node.device.held_by(home.instance.version)
         if home.instance.state in (State.READY, State.DRAINING):
             assert (held.reserved, held.resident) == (0, home.device_bytes)
+            site = node.node.device.site_of(home.instance.version)
+            assert (len(site), site) == (home.count, home.site)
+            assert len({node.node.device.devices[index].link_group for index in site}) == 1
         if home.instance.state.is_at_rest:
             assert held.total == 0
 

@@ -104,7 +104,7 @@ TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadl
 @given(st.integers(-20, 200), st.lists(st.integers(1, 60), max_size=8))
 def test_the_chosen_are_enough_and_none_of_them_could_stay(needed: int, sizes: list[int]) -> None:
     """Whoever leaves is needed: without any one of them it would not be enough (case B22)."""
-    choice = choose_leaving(needed, [Offered(index, size) for index, size in enumerate(sizes)])
+    choice = choose_leaving({0: needed}, [Offered(index, {0: size}) for index, size in enumerate(sizes)])
     match choice:
         case NotEnough(missing):
             assert sum(sizes) + missing == needed

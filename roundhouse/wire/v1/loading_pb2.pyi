@@ -291,6 +291,8 @@ class Device(_message.Message):
     RESERVED_FIELD_NUMBER: _builtins.int
     LINK_GROUP_FIELD_NUMBER: _builtins.int
     MIG_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    UNACCOUNTED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """as in CUDA_VISIBLE_DEVICES of the node's Triton"""
     uuid: _builtins.str
@@ -301,6 +303,10 @@ class Device(_message.Message):
     """devices of one group exchange tensors directly (NVLink, one PCIe switch)"""
     mig: _builtins.bool
     """a slice with memory and compute of its own"""
+    profile: _builtins.str
+    """of a slice, such as 1g.10gb"""
+    unaccounted: _builtins.int
+    """part of resident: in use, and no model answers for it"""
     def __init__(
         self,
         *,
@@ -311,10 +317,12 @@ class Device(_message.Message):
         reserved: _builtins.int = ...,
         link_group: _builtins.int = ...,
         mig: _builtins.bool = ...,
+        profile: _builtins.str = ...,
+        unaccounted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "index", b"index", "link_group", b"link_group", "mig", b"mig", "reserved", b"reserved", "resident", b"resident", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "index", b"index", "link_group", b"link_group", "mig", b"mig", "profile", b"profile", "reserved", b"reserved", "resident", b"resident", "unaccounted", b"unaccounted", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,7 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
             tuple(_version(victim) for victim in request.unload_first),
             request.deadline_ms,
             request.reason,
+            tuple(sorted(request.devices)),
         )
         try:
             async for progress in self._orders.ensure_loaded(order):

@@ -47,6 +47,30 @@ _unloads = Counter(
     registry=telemetry.REGISTRY,
 )
 
+_devices = Gauge(
+    "roundhouse_loader_device_bytes",
+    "Bytes of a device: its capacity, what is resident, what is reserved.",
+    ["device", "kind"],
+    registry=telemetry.REGISTRY,
+)
+_unaccounted = Gauge(
+    "roundhouse_loader_unaccounted_bytes",
+    "Growth of memory that no model answers for: of Triton's processes (server) or of a device.",
+    ["where"],
+    registry=telemetry.REGISTRY,
+)
+_not_freed = Counter(
+    "roundhouse_loader_not_freed",
+    "Unloads after which a device did not show the memory as free in time.",
+    ["device"],
+    registry=telemetry.REGISTRY,
+)
+_recycled = Counter(
+    "roundhouse_loader_triton_recycled",
+    "Times that Triton was ended because its memory leaked.",
+    registry=telemetry.REGISTRY,
+)
+
 _TIERS = {
     vocabulary_pb2.TIER_DEVICE: "device",
     vocabulary_pb2.TIER_HOST: "host",
@@ -80,6 +104,23 @@ class PrometheusMeasurements:
             _bytes.labels(name, "capacity").set(tier.capacity)
             _bytes.labels(name, "resident").set(tier.resident)
             _bytes.labels(name, "reserved").set(tier.reserved)
+
+        for device in state.devices:
+            _devices.labels(device.index, "capacity").set(device.capacity)
+            _devices.labels(device.index, "resident").set(device.resident)
+            _devices.labels(device.index, "reserved").set(device.reserved)
+
+    def not_freed(self, device: int) -> None:
+        """See `Measurements.not_freed`."""
+        _not_freed.labels(device).inc()
+
+    def unaccounted(self, where: str, size: int) -> None:
+        """See `Measurements.unaccounted`."""
+        _unaccounted.labels(where).set(size)
+
+    def server_recycled(self) -> None:
+        """See `Measurements.server_recycled`."""
+        _recycled.inc()
 
     def moving(self, done: int, total: int) -> None:
         """See `Measurements.moving`."""

@@ -6,12 +6,22 @@ A version is known only while the catalogue has its digest: the newest generatio
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from engines.packaging import ArenaRanges, EngineSpec, PackagingError, estimate_device_bytes, maps_file, package
+from engines.packaging import (
+    ArenaRanges,
+    EngineDevice,
+    EngineSpec,
+    PackagingError,
+    estimate_device_bytes,
+    maps_file,
+    package,
+)
 from roundhouse.catalogue.records import Catalogue, ContentFile, Model
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput, NotFound
+from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
 
@@ -54,11 +64,18 @@ class CatalogueLibrary:
         """See `ModelLibrary.mapped_files`."""
         return tuple(file for file in files if maps_file(model.engine.value, file.name))
 
-    async def package(self, model: Model, weights: Path, arena: ArenaView | None) -> LoadPackage:
+    async def package(
+        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
+    ) -> LoadPackage:
         """See `ModelLibrary.package`."""
         ranges = None if arena is None else ArenaRanges(str(arena.path), arena.ranges)
+        placed = tuple(EngineDevice(each.uuid, each.ordinal, each.visible_as, each.capacity) for each in devices)
+        size = await self.device_bytes(model) if placed else 0
+        spec = replace(
+            self._spec(model, weights, ranges), devices=placed, share=-(-size // len(placed)) if placed else 0
+        )
         try:
-            made = await asyncio.to_thread(package, self._spec(model, weights, ranges))
+            made = await asyncio.to_thread(package, spec)
         except PackagingError as error:
             raise InvalidInput(str(error)) from error
         return LoadPackage(json.dumps(made.config), made.files)
@@ -72,6 +89,7 @@ class CatalogueLibrary:
             slots=model.slots,
             kv_pool_tokens=model.kv_pool_tokens,
             kvstore_address=self._kvstore_address,
+            tensor_parallel=model.tensor_parallel,
             arena=arena,
         )
 

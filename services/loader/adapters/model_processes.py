@@ -1,4 +1,4 @@
-"""The processes of Triton's Python backend, one stub a model instance, found by their command lines in /proc.
+"""The processes of Triton and of its Python backend, one stub a model instance, found by their command lines in /proc.
 
     triton_python_backend_stub MODEL_PY SHM_REGION … INSTANCE_NAME …      INSTANCE_NAME is `<model>_<group>_<number>`
 
@@ -10,13 +10,14 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-PROC = Path("/proc")
+from services.loader.adapters.process_table import PROC, Process, ProcessTable, own_bytes, runs
+from services.loader.device_ports import ServerMemory
+
 _STUB = b"triton_python_backend_stub"
-_KIB = 1024
 END_LOOKS, END_LOOK_S = 100, 0.05  # 5 s: the kernel takes about a second to free 100 GB
 
 
@@ -33,56 +34,73 @@ class StubProcesses:
 
     async def end(self, pids: Sequence[int]) -> None:
         """See `ModelProcesses.end`."""
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for _ in range(END_LOOKS):
-            if not await asyncio.to_thread(lambda: any(self._runs(pid) for pid in pids)):
-                return
-            await asyncio.sleep(END_LOOK_S)
+        _send(pids, signal.SIGKILL)
+        await self._wait_for_end(pids, END_LOOKS)
 
     async def memory_bytes(self, pids: Sequence[int]) -> int:
         """See `ModelProcesses.memory_bytes`."""
-        return await asyncio.to_thread(lambda: sum(self._own_bytes(pid) for pid in pids))
+        return await asyncio.to_thread(lambda: self._sum(ProcessTable.read(self._proc).family(pids)))
+
+    async def family(self, pids: Sequence[int]) -> Sequence[int]:
+        """See `ModelProcesses.family`."""
+        return await asyncio.to_thread(lambda: sorted(ProcessTable.read(self._proc).family(pids)))
+
+    async def server(self, models: Collection[str]) -> ServerMemory | None:
+        """See `ModelProcesses.server`."""
+        return await asyncio.to_thread(self._server, models)
+
+    async def end_server(self, pid: int, patience_ms: int) -> None:
+        """See `ModelProcesses.end_server`."""
+        table = await asyncio.to_thread(ProcessTable.read, self._proc)
+        others = (table.family([pid]) | table.group(pid)) - {pid}
+        _send([pid], signal.SIGTERM)
+        if not await self._wait_for_end([pid], max(1, round(patience_ms / 1000 / END_LOOK_S))):
+            await self.end([pid])
+        await self.end(sorted(others))
 
     def _find(self, triton_name: str) -> list[int] | None:
-        instance = re.compile(re.escape(triton_name.encode()) + rb"_\d+_\d+")
-        commands = list(self._commands())
-        servers = [pid for pid, words in commands if words[0].endswith(b"tritonserver") and self._option in words]
-        if not servers:
+        table = ProcessTable.read(self._proc)
+        servers = self._servers(table)
+        return None if not servers else [each.pid for each in _stubs(table, servers, triton_name)]
+
+    def _server(self, models: Collection[str]) -> ServerMemory | None:
+        table = ProcessTable.read(self._proc)
+        servers = self._servers(table)
+        if len(servers) != 1:
             return None
-        named = [pid for pid, words in commands if words[0].endswith(_STUB) and any(map(instance.fullmatch, words))]
-        return [pid for pid in named if self._parent(pid) in servers]
+        pid = servers[0]
+        of_models = {each.pid for name in models for each in _stubs(table, servers, name)}
+        beside = (table.family([pid]) | table.group(pid)) - table.family(of_models)
+        return ServerMemory(pid, self._sum(beside))
 
-    def _commands(self) -> Iterator[tuple[int, list[bytes]]]:
-        for folder in self._proc.iterdir():
-            if folder.name.isdigit():
-                try:
-                    words = (folder / "cmdline").read_bytes().split(b"\0")
-                except OSError:
-                    continue  # it has ended
-                if words[0]:
-                    yield int(folder.name), words
+    def _servers(self, table: ProcessTable) -> list[int]:
+        return [
+            each.pid
+            for each in table.processes.values()
+            if each.command[0].endswith(b"tritonserver") and self._option in each.command
+        ]
 
-    def _parent(self, pid: int) -> int:
-        try:
-            # `pid (name) state parent …`; the name may hold anything, also parentheses
-            return int((self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            return 0
+    def _sum(self, pids: Iterable[int]) -> int:
+        return sum(own_bytes(pid, self._proc) for pid in pids)
 
-    def _runs(self, pid: int) -> bool:
-        """Whether it still has memory: what waits for its parent to take notice has none."""
-        try:
-            return (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-        except (OSError, IndexError):
-            return False
+    async def _wait_for_end(self, pids: Sequence[int], looks: int) -> bool:
+        for _ in range(looks):
+            if not await asyncio.to_thread(lambda: any(runs(pid, self._proc) for pid in pids)):
+                return True
+            await asyncio.sleep(END_LOOK_S)
+        return False
 
-    def _own_bytes(self, pid: int) -> int:
-        """Anonymous memory, by its share: neither libraries nor what is mapped from the arena."""
-        try:
-            text = (self._proc / str(pid) / "smaps_rollup").read_text()
-        except OSError:
-            return 0
-        found = re.search(r"^Pss_Anon:\s+(\d+) kB", text, re.MULTILINE)
-        return int(found[1]) * _KIB if found else 0
+
+def _stubs(table: ProcessTable, servers: Collection[int], triton_name: str) -> list[Process]:
+    instance = re.compile(re.escape(triton_name.encode()) + rb"_\d+_\d+")
+    return [
+        each
+        for each in table.processes.values()
+        if each.command[0].endswith(_STUB) and each.parent in servers and any(map(instance.fullmatch, each.command))
+    ]
+
+
+def _send(pids: Iterable[int], signal_number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal_number)

@@ -62,6 +62,10 @@ class NatsStateSink:
         log.info("bucket_made", bucket=subjects.NODES_BUCKET)
 
 
+def _digest_of(note: AuditNote) -> dict[str, str]:
+    return {} if note.version is None else {"digest": note.version.digest}
+
+
 class BusAuditTrail:
     """`AuditTrail` in the AUDIT stream: a bounded queue and one loop that sends it, again if need be."""
 
@@ -77,14 +81,14 @@ class BusAuditTrail:
             time_unix_ms=self._clock.now_ms(),
             what=note.what,
             actor=f"loader/{self._node_id}",
-            subject=note.version.model,
+            subject=self._node_id if note.version is None else note.version.model,
             reason=note.reason,
-            details={"node": self._node_id, "digest": note.version.digest, **note.details},
+            details={"node": self._node_id, **_digest_of(note), **note.details},
         )
         try:
             self._waiting.put_nowait((uuid.uuid4().hex, event))
         except asyncio.QueueFull:
-            log.error("audit_lost", what=note.what, model=note.version.model)
+            log.error("audit_lost", what=note.what, subject=event.subject)
 
     async def send(self) -> None:
         """Send what was recorded, in order; ends only by cancellation."""

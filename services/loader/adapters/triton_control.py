@@ -13,6 +13,7 @@ from typing import Any
 from tritonclient.grpc import aio as triton
 from tritonclient.utils import InferenceServerException
 
+from engines.packaging import DEVICES_PARAMETER, devices_of
 from roundhouse.errors import DeadlinePassed, EngineFailed, RoundhouseError, Unavailable
 from services.loader.ports import LoadPackage, TritonState
 
@@ -75,6 +76,14 @@ class TritonControl:
             await self._client.unload_model(name, client_timeout=timeout_ms / 1000)
         except InferenceServerException as error:
             raise self._error(error, timeout_ms) from error
+
+    async def placed_on(self, name: str, *, timeout_ms: int) -> tuple[str, ...]:
+        """See `ModelControl.placed_on`."""
+        try:
+            answer = await self._client.get_model_config(name, client_timeout=timeout_ms / 1000)
+        except InferenceServerException as error:
+            raise self._error(error, timeout_ms) from error
+        return devices_of(answer.config.parameters[DEVICES_PARAMETER].string_value)
 
     async def forget(self, name: str) -> None:
         """See `ModelControl.forget`."""

@@ -1,10 +1,10 @@
-"""Which holders leave to make room: idle instances on the device.
+"""Which holders leave to make room: idle instances on the devices.
 
 Only a choice; nothing is unloaded or deleted here. All or nothing: when even everything offered does not make enough
 room, the answer is `NotEnough` and nobody is chosen, so a hopeless load evicts nothing (case B22).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,10 +13,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Offered(Generic[Key]):
-    """Something that may leave, and the bytes it would give."""
+    """Something that may leave, and the bytes it would give on each device."""
 
     key: Key
-    size: int
+    sizes: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,31 @@ class NotEnough:
     missing: int
 
 
-def choose_leaving(needed: int, offered: Sequence[Offered[Key]]) -> Leaving[Key] | NotEnough:
-    """Choose from `offered`, in its order, only as many as give `needed` bytes. O(offered).
+def choose_leaving(needed: Mapping[int, int], offered: Sequence[Offered[Key]]) -> Leaving[Key] | NotEnough:
+    """Choose from `offered`, in its order, only as many as give `needed` bytes on each device. O(offered × devices).
 
-    The first so many that are enough are taken; then those that turn out not to be needed are dropped again, later
-    ones first, because the order says who should rather go. The result has no member that could stay."""
+    The first so many that are enough are taken, only those that give where something is missing; then those that turn
+    out not to be needed are dropped again, later ones first, because the order says who should rather go. The result
+    has no member that could stay."""
+    missing = dict(needed)
     chosen: list[Offered[Key]] = []
-    given = 0
     for candidate in offered:
-        if given >= needed:
-            break
-        chosen.append(candidate)
-        given += candidate.size
-    if given < needed:
-        return NotEnough(missing=needed - given)
-    for candidate in reversed(chosen):
-        if given - candidate.size >= needed:
+        if any(missing.get(index, 0) > 0 for index in candidate.sizes):
+            chosen.append(candidate)
+            _give(missing, candidate, -1)
+    lacking = sum(short for short in missing.values() if short > 0)
+    if lacking:
+        return NotEnough(missing=lacking)
+    for candidate in reversed(chosen.copy()):
+        _give(missing, candidate, 1)
+        if any(short > 0 for short in missing.values()):
+            _give(missing, candidate, -1)
+        else:
             chosen.remove(candidate)
-            given -= candidate.size
     return Leaving(tuple(candidate.key for candidate in chosen))
+
+
+def _give(missing: dict[int, int], candidate: Offered[Key], sign: int) -> None:
+    for index, size in candidate.sizes.items():
+        if index in missing:
+            missing[index] += sign * size

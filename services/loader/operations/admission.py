@@ -14,7 +14,8 @@ from roundhouse.errors import CapacityExhausted, InvalidInput
 from roundhouse.vocabulary import Digest
 from services.loader.domain.contents import Piece, choose_content_evictions
 from services.loader.domain.instance import State
-from services.loader.domain.room import Leaving, NotEnough, Offered, choose_leaving
+from services.loader.domain.room import Leaving, NotEnough, Offered
+from services.loader.domain.sites import Impossible, Placed, place
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node, Residence
 
@@ -24,20 +25,28 @@ NEVER_FITS = "never_fits"
 """`code` of the error for what this node can never hold."""
 
 
-def choose_victims(node: Node, home: Residence) -> tuple[ModelVersion, ...]:
-    """Who must leave the device for `home`, of those its caller allowed. Changes nothing.
+def choose_place(node: Node, home: Residence) -> Placed:
+    """On which devices `home` goes, and who must leave them, of those its caller allowed. Changes no account.
 
-    Raises InvalidInput with code NEVER_FITS, CapacityExhausted."""
-    _refuse_what_never_fits("device", home.device_bytes, node.device.capacity)
+    A load that has begun stays where it is. Raises InvalidInput with code NEVER_FITS, CapacityExhausted."""
     offered = [
-        Offered(version, node.device.held_by(version).resident)
+        Offered(version, node.device.held_on(version))
         for version in dict.fromkeys(home.unload_first)
         if _may_leave(node, version)
         and not _made_room_in_vain(node, version, home)
         and version != home.instance.version
     ]
-    held = node.device.held_by(home.instance.version).total  # of a load that has begun
-    return _keys(choose_leaving(home.device_bytes - held - node.device.free, offered), "device")
+    begun = node.device.site_of(home.instance.version)
+    if not begun:
+        home.site = ()
+    choice = place(node.device, home.need, offered, begun or home.wanted_site)
+    match choice:
+        case Placed():
+            return choice
+        case Impossible(reason):
+            raise InvalidInput(reason, code=NEVER_FITS)
+        case NotEnough(missing):
+            raise _no_room("device", missing)
 
 
 def pieces_of(digest: Digest, files: Sequence[ContentFile]) -> list[Piece]:
@@ -78,4 +87,8 @@ def _keys(choice: Leaving[Key] | NotEnough, tier: str) -> tuple[Key, ...]:
         case Leaving(keys):
             return keys
         case NotEnough(missing):
-            raise CapacityExhausted(f"{missing} bytes of {tier} are missing beside what may not be unloaded")
+            raise _no_room(tier, missing)
+
+
+def _no_room(tier: str, missing: int) -> CapacityExhausted:
+    return CapacityExhausted(f"{missing} bytes of {tier} are missing beside what may not be unloaded")

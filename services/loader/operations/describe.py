@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from roundhouse.clock import Clock
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.loader.domain.contents import ContentLedger
+from services.loader.domain.device_ledger import DeviceLedger
+from services.loader.domain.devices import Device
 from services.loader.domain.instance import State
-from services.loader.domain.memory_ledger import MemoryLedger
 from services.loader.domain.rates import Way
-from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node, Residence
 from services.loader.operations.progress import ProgressGauge
 
@@ -25,6 +25,7 @@ STATES: "dict[State, vocabulary_pb2.InstanceState.ValueType]" = {
 """REGISTERED has none: the node has nothing of the version, so it is not listed."""
 
 _UNLISTED = (State.REGISTERED, State.ADMITTING)
+_NOT_PLACED = (State.STAGED, State.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,6 @@ class Identity:
     triton_address: str
     loader_address: str
     kvstore_address: str
-    device_count: int
 
 
 def describe(
@@ -71,7 +71,8 @@ def describe(
             for _, home in sorted(node.residences.items(), key=lambda item: item[0])
             if home.instance.state not in _UNLISTED
         ],
-        device_count=identity.device_count,
+        device_count=len(node.device.devices),
+        devices=[_device(node.device, each) for each in node.device.devices],
     )
 
 
@@ -96,11 +97,26 @@ def describe_instance(node: Node, home: Residence, gauge: ProgressGauge) -> load
         bytes_done=progress.bytes_done if progress else 0,
         bytes_total=progress.bytes_total if progress else 0,
         measured_bytes=home.measured_bytes,
+        devices=() if instance.state in _NOT_PLACED else home.site,
+    )
+
+
+def _device(ledger: DeviceLedger, device: Device) -> loading_pb2.Device:
+    return loading_pb2.Device(
+        index=device.index,
+        uuid=device.uuid,
+        capacity=device.capacity,
+        resident=ledger.resident_on(device.index),
+        reserved=ledger.ledgers[device.index].reserved,
+        link_group=device.link_group,
+        mig=device.is_slice,
+        profile=device.profile,
+        unaccounted=ledger.unaccounted.get(device.index, 0),
     )
 
 
 def _tier(
-    tier: "vocabulary_pb2.Tier.ValueType", ledger: MemoryLedger[ModelVersion] | ContentLedger, bytes_per_second: int = 0
+    tier: "vocabulary_pb2.Tier.ValueType", ledger: DeviceLedger | ContentLedger, bytes_per_second: int = 0
 ) -> vocabulary_pb2.TierBytes:
     return vocabulary_pb2.TierBytes(
         tier=tier,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from roundhouse.clock import Clock
 from roundhouse.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, Unavailable
 from services.loader.domain import instance as words
+from services.loader.domain.device_ledger import Site
 from services.loader.domain.instance import BackingOff, Instance, Moved, Order, Stale, State, Step
 from services.loader.domain.staging_priority import Priority
 from services.loader.domain.versions import ModelVersion
@@ -38,6 +39,7 @@ class LoadOrder:
     unload_first: tuple[ModelVersion, ...] = ()
     deadline_ms: int = 0  # from now
     reason: str = ""
+    devices: Site = ()  # to stand on; empty = the loader chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Orders:
     def _note(self, home: Residence, order: LoadOrder) -> None:
         """What a load needs to know of its caller; one that has begun takes over what a later caller adds."""
         if home.instance.state.is_at_rest or home.instance.state is State.UNLOADING:
-            home.unload_first, home.reason = order.unload_first, order.reason
+            home.unload_first, home.reason, home.wanted_site = order.unload_first, order.reason, order.devices
             return
         home.unload_first = tuple(dict.fromkeys((*order.unload_first, *home.unload_first)))
         if Priority.of_reason(order.reason) < Priority.of_reason(home.reason):

@@ -5,11 +5,13 @@ It is remembered beyond this process: a loader that is restarted on a drained no
 
 from collections.abc import AsyncIterator
 
+from roundhouse.vocabulary import Digest, ModelName
 from services.loader.domain import instance as words
+from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node
 from services.loader.operations.prestage import Prestage
 from services.loader.operations.steps import Steps
-from services.loader.ports import NodeMemory, Remembered
+from services.loader.ports import Measured, NodeMemory, Remembered
 
 
 class Recollection:
@@ -25,10 +27,18 @@ class Recollection:
         self._kept = await self._memory.recall()
         self._node.maintenance = self._kept.maintenance
         self._node.dead = set(self._kept.dead)
+        self._node.measured = {
+            (ModelVersion(ModelName(each.model), Digest(each.digest)), each.devices): each.bytes
+            for each in self._kept.measured
+        }
 
     async def keep(self) -> None:
         """Write it if it changed. Raises Unavailable."""
-        now = Remembered(self._node.maintenance, tuple(sorted(self._node.dead)))
+        measured = [
+            Measured(version.model, version.digest, devices, size)
+            for (version, devices), size in self._node.measured.items()
+        ]
+        now = Remembered(self._node.maintenance, tuple(sorted(self._node.dead)), tuple(sorted(measured)))
         if now != self._kept:
             await self._memory.keep(now)
             self._kept = now

@@ -12,10 +12,12 @@ from roundhouse.catalogue.records import ContentFile, Model
 from roundhouse.errors import RoundhouseError
 from roundhouse.vocabulary import Digest
 from services.loader.domain.contents import ContentLedger
+from services.loader.domain.device_ledger import DeviceLedger, Site
+from services.loader.domain.devices import Device
 from services.loader.domain.host_arena import HostArena
 from services.loader.domain.instance import Instance
-from services.loader.domain.memory_ledger import MemoryLedger
 from services.loader.domain.rates import Rates
+from services.loader.domain.sites import Need
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import CachedVersion, ModelLibrary
 
@@ -68,7 +70,9 @@ class Residence:
     instance: Instance
     triton_name: str
     model: Model
-    device_bytes: int = 0
+    device_bytes: int = 0  # on all of its devices
+    site: Site = ()  # the devices it stands on or was promised room on; stays after it left
+    wanted_site: Site = ()  # the devices that its next load is to stand on; empty = whichever are best
     weights_bytes: int = 0
     unload_first: tuple[ModelVersion, ...] = ()
     reason: str = ""  # why the last order was given
@@ -79,15 +83,26 @@ class Residence:
     measured_bytes: int = 0  # what its processes took after the last load
     had_process: bool = False  # it is known to run as a process of its own, which can be seen from here
     lost_ms: tuple[int, ...] = ()  # when Triton lost it, lately
+    unfreed: dict[int, int] = field(default_factory=dict)  # bytes in use beside the other models after its unload
     leaving: bool = False  # it is ready, and about to make room for its new version
     succeeded_by: ModelVersion | None = None  # the version that is to take over, while this one serves
+
+    @property
+    def count(self) -> int:
+        """How many devices it stands on."""
+        return max(1, self.model.tensor_parallel)
+
+    @property
+    def need(self) -> Need:
+        """What it takes, once its bytes are known; as it was placed, while it is."""
+        return Need.of(self.instance.version, self.device_bytes, len(self.site) or self.count)
 
 
 @dataclass(slots=True)
 class Node:
     """The aggregate of one node."""
 
-    device: MemoryLedger[ModelVersion]
+    device: DeviceLedger
     disk: ContentLedger
     host: HostArena = field(default_factory=lambda: HostArena(ContentLedger(0)))
     residences: dict[ModelVersion, Residence] = field(default_factory=dict)
@@ -95,8 +110,12 @@ class Node:
     disk_used_ms: dict[Digest, int] = field(default_factory=dict)
     host_used_ms: dict[Digest, int] = field(default_factory=dict)
     rates: Rates = field(default_factory=Rates)
-    measured: dict[ModelVersion, int] = field(default_factory=dict)
-    """Device bytes of versions whose size the catalogue leaves open, as their last load showed."""
+    measured: dict[tuple[ModelVersion, int], int] = field(default_factory=dict)
+    """Bytes of versions on so many devices, whose size the catalogue leaves open, as their last load showed."""
+    unowned: dict[int, int] = field(default_factory=dict)
+    """Bytes in use on each device beside models when it was first looked at; missing = it cannot be told."""
+    recycling: str = ""
+    """Why its Triton is being ended; empty = it is not."""
     unhealthy_reason: str = "the node's Triton was not asked yet"
     draining: bool = False
     maintenance: str = ""
@@ -118,6 +137,8 @@ class Node:
         """Why no new work may come here; empty = it may."""
         if self.unhealthy_reason:
             return self.unhealthy_reason
+        if self.recycling:
+            return self.recycling
         if self.maintenance:
             return f"in maintenance: {self.maintenance}"
         return "the loader is stopping" if self.draining else ""
@@ -130,6 +151,14 @@ class Node:
             self.residences[version] = home
         home.model = model
         return home
+
+    def devices_of(self, home: Residence) -> tuple[Device, ...]:
+        """The devices that a version stands on or is loaded to."""
+        return tuple(device for device in self.device.devices if device.index in home.site)
+
+    def size_measured(self, home: Residence) -> int:
+        """Bytes that a version took when it was loaded last on as many devices; 0 = the catalogue says, or unknown."""
+        return 0 if home.model.device_bytes else self.measured.get((home.instance.version, home.count), 0)
 
     def digests_in_use(self) -> frozenset[Digest]:
         """Weights that are loaded or being loaded."""

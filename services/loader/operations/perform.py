@@ -5,6 +5,7 @@ between two states. Cancellation (only at the end of the process) leaves Triton 
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -12,25 +13,19 @@ import structlog
 from roundhouse.catalogue.records import Engine, Model
 from roundhouse.clock import Clock
 from roundhouse.errors import CapacityExhausted, DeadlinePassed, NotFound, RoundhouseError, Unavailable
+from services.loader.device_ports import DeviceInventory, ModelProcesses
 from services.loader.domain import instance as words
 from services.loader.domain.instance import Command, State
 from services.loader.domain.memory_ledger import NoRoom
 from services.loader.domain.rates import Way
+from services.loader.domain.sites import Need
 from services.loader.domain.staging_priority import Priority
 from services.loader.domain.versions import ModelVersion
-from services.loader.operations.admission import choose_victims
+from services.loader.operations.admission import choose_place
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.node import Node, Residence, weights_of
 from services.loader.operations.steps import Steps
-from services.loader.ports import (
-    AuditNote,
-    AuditTrail,
-    Measurements,
-    ModelControl,
-    ModelLibrary,
-    ModelProcesses,
-    TritonState,
-)
+from services.loader.ports import AuditNote, AuditTrail, Measurements, ModelControl, ModelLibrary, TritonState
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +39,8 @@ DRAIN_MS = 250
 # Whoever evicts has seen that no request runs there, so what Triton still waits for will never come: a stream that was
 # cancelled as it ended can do that (tried, one in ten on a busy machine). Confirmed unloads take under a second.
 EVICTED_PATIENCE_MS = 5_000
+FREED_MS = 10_000  # a driver frees 100 GB in about a second; ten times that (a guess)
+UNFREED_NOISE_BYTES = 256 * 2**20  # contexts and pools that libraries make once and keep. A guess.
 FAILED_LOAD = "failed"
 
 
@@ -56,6 +53,7 @@ class Parts:
     audit: AuditTrail
     measurements: Measurements
     processes: ModelProcesses
+    inventory: DeviceInventory
     clock: Clock
     load_timeout_ms: int
     unload_patience_ms: int = 300_000  # how long running requests may hold up an unload that was ordered
@@ -89,18 +87,17 @@ class Performer:
         version = home.instance.version
         try:
             home.model = self._model_of(home)
-            known = self._node.measured.get(version)
-            home.device_bytes = known or await self._parts.library.device_bytes(home.model)
+            home.device_bytes = self._node.size_measured(home) or await self._parts.library.device_bytes(home.model)
             files = await self._caches.look(weights_of(home.model, self._parts.library))
             home.weights_bytes = sum(file.size for file in files)
             self._caches.check_disk(version.digest, files)
-            victims = choose_victims(self._node, home)
+            placed = choose_place(self._node, home)
         except Exception as error:  # noqa: BLE001 - whatever it is, the callers are told and the life goes on
             home.refusal, home.refused_attempt = _as_error(error), home.instance.attempt
             self._parts.measurements.load_ended(version.model, "refused")
             self._steps.take(version, words.NotAdmitted())
             return
-        self._steps.promise(home, victims)
+        self._steps.promise(home, placed)
         self._steps.take(version, words.Admitted())
 
     def _model_of(self, home: Residence) -> Model:
@@ -153,7 +150,8 @@ class Performer:
                 # Triton would call the dead one loaded and do nothing.
                 await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
             weights = await self._caches.path(version.digest)
-            package = await self._parts.library.package(home.model, weights, self._caches.view(version.digest))
+            view = self._caches.view(version.digest)
+            package = await self._parts.library.package(home.model, weights, view, self._node.devices_of(home))
             began_ms = self._parts.clock.monotonic_ms()
             await self._parts.control.load(home.triton_name, package, timeout_ms=timeout_ms)
             await self._wait_for(home.triton_name, frozenset({TritonState.READY}), timeout_ms)
@@ -175,11 +173,11 @@ class Performer:
         version = home.instance.version
         pids = await self._parts.processes.find(home.triton_name)
         home.had_process = bool(pids)
-        home.measured_bytes = await self._parts.processes.memory_bytes(pids) if pids else 0
+        home.measured_bytes = await self._size_of(home, pids) if pids else 0
         if not home.measured_bytes or home.model.device_bytes or home.instance.state is not State.READY:
             return
-        self._node.measured[version] = home.measured_bytes
-        ledger = self._node.device.resize(version, home.measured_bytes)
+        self._node.measured[(version, len(home.site))] = home.measured_bytes
+        ledger = self._node.device.resize(version, Need.of(version, home.measured_bytes, len(home.site)).share)
         if isinstance(ledger, NoRoom):
             log.warning("larger_than_estimated", model=version.model, missing=ledger.missing)
             details = {"measured": str(home.measured_bytes), "estimated": str(home.device_bytes)}
@@ -187,6 +185,13 @@ class Performer:
             return
         self._node.device, home.device_bytes = ledger, home.measured_bytes
         self._node.tell()
+
+    async def _size_of(self, home: Residence, pids: Sequence[int]) -> int:
+        """Bytes of a model's processes on all of its devices, as much on each as on the fullest; 0 = cannot be told."""
+        if not any(device.visible_as for device in self._node.devices_of(home)):
+            return await self._parts.processes.memory_bytes(pids)
+        held = await self._parts.inventory.held_by(await self._parts.processes.family(pids))
+        return len(home.site) * max((held.get(index, 0) for index in home.site), default=0)
 
     def _failed(self, home: Residence, event: words.StageFailed | words.LoadFailed) -> None:
         version = home.instance.version
@@ -201,7 +206,7 @@ class Performer:
         self._unload_promised(version)
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                while (missing := home.device_bytes - self._node.device.held_by(version).total) > 0:
+                while (missing := self._node.device.missing(version, home.site, home.need.share)) > 0:
                     changed = self._node.changes.next()
                     if not self._node.promised_to(version) and not self._claim_more(home):
                         raise CapacityExhausted(f"{missing} bytes of device were promised and did not come free")
@@ -216,10 +221,10 @@ class Performer:
     def _claim_more(self, home: Residence) -> bool:
         """Take others that a later caller allowed to leave, in place of those that came into use again."""
         try:
-            victims = choose_victims(self._node, home)
+            placed = choose_place(self._node, home)
         except CapacityExhausted:
             return False
-        self._steps.promise(home, victims)
+        self._steps.promise(home, placed)
         self._unload_promised(home.instance.version)
         return True
 
@@ -252,6 +257,7 @@ class Performer:
                 log.error("unload_failed", model=version.model, error=type(error).__name__, text=str(error))
                 await self._parts.clock.sleep_ms(REPEAT_UNLOAD_MS)
         await self._parts.control.forget(home.triton_name)
+        await self._freed(home)
         made_room_for = home.promised_to
         self._steps.take(version, words.Unloaded())
         if why == FAILED_LOAD:
@@ -259,6 +265,31 @@ class Performer:
         self._parts.measurements.unloaded(why)
         details = {"order": home.reason} if made_room_for is None else {"made_room_for": str(made_room_for)}
         self._parts.audit.record(AuditNote("unload", version, why, details))
+
+    async def _freed(self, home: Residence) -> None:
+        """Wait until its GPUs show its memory as free, where that can be told; what they do not is kept from others."""
+        deadline_ms = self._parts.clock.monotonic_ms() + FREED_MS
+        while unfreed := await self._unfreed(home):
+            if self._parts.clock.monotonic_ms() >= deadline_ms:
+                break
+            await self._parts.clock.sleep_ms(LONGEST_POLL_MS)
+        home.unfreed = unfreed
+        version = home.instance.version
+        for index, size in unfreed.items():
+            log.error("device_memory_not_freed", model=version.model, device=index, bytes=size)
+            self._parts.measurements.not_freed(index)
+            details = {"device": str(index), "bytes": str(size)}
+            self._parts.audit.record(AuditNote("not-freed", version, "Triton let go of it, not its device", details))
+
+    async def _unfreed(self, home: Residence) -> dict[int, int]:
+        """Bytes on each of its devices that are in use beside the other models and what was there at first."""
+        used = await self._parts.inventory.used_bytes() or {}
+        own = self._node.device.held_on(home.instance.version)
+        beside = {
+            index: used[index] - self._node.unowned[index] - (self._node.device.models_on(index) - own[index])
+            for index in own.keys() & used.keys() & self._node.unowned.keys()
+        }
+        return {index: size for index, size in beside.items() if size > UNFREED_NOISE_BYTES}
 
     async def _ended_by_force(self, home: Residence, waited_ms: int) -> bool:
         """End the process of a model that does not leave; its memory is free then, whatever Triton says."""

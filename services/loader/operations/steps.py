@@ -14,6 +14,7 @@ from roundhouse.clock import Clock
 from services.loader.domain import instance as words
 from services.loader.domain.instance import Command, Event, Instance, Moved, State, Step
 from services.loader.domain.life import advance
+from services.loader.domain.sites import Placed
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.node import Node, Residence
 
@@ -24,7 +25,7 @@ Performer = Callable[[ModelVersion, Command], Awaitable[None]]
 
 
 class Steps:
-    """The only writer of instances and of the device ledger."""
+    """The only writer of instances, and of the devices' ledger with them."""
 
     def __init__(self, node: Node, clock: Clock, tasks: asyncio.TaskGroup) -> None:
         self._node = node
@@ -52,11 +53,12 @@ class Steps:
                 self._start(version, step.command)
         return step
 
-    def promise(self, home: Residence, victims: tuple[ModelVersion, ...]) -> None:
-        """Reserve what is free for `home` and promise it the bytes of `victims`, who take no new request from now."""
+    def promise(self, home: Residence, placed: Placed) -> None:
+        """Reserve what is free of its site for `home`, and promise it what leaves, which takes no new request now."""
         heir = home.instance.version
-        self._node.device = self._node.device.reserve_up_to(heir, home.device_bytes)
-        for victim in victims:
+        home.site = placed.site
+        self._reserve(home)
+        for victim in placed.leaving:
             self._node.residences[victim].promised_to = heir
             self.take(victim, words.Claimed())
 
@@ -86,9 +88,16 @@ class Steps:
             self._node.device = self._node.device.commit(version)
         if state.is_at_rest or state is State.ADMITTING:  # also when it is wanted again as soon as it is gone
             self._node.device = self._node.device.release(version)
+            self._keep_unfreed(home)
             self._hand_over(home)
         if state not in (State.ADMITTING, State.STAGING, State.LOADING):
             self._give_up_promises(version)
+
+    def _keep_unfreed(self, home: Residence) -> None:
+        """What its devices did not show as free is nobody's to reserve, until they do."""
+        for index, size in home.unfreed.items():
+            self._node.device = self._node.device.found_unaccounted(index, size)
+        home.unfreed = {}
 
     def _take_back(self, home: Residence) -> None:
         """A newer load wants it: whoever was to get its bytes must not choose it again."""
@@ -101,7 +110,10 @@ class Steps:
         heir = None if home.promised_to is None else self._node.residences.get(home.promised_to)
         home.promised_to = None
         if heir is not None:
-            self._node.device = self._node.device.reserve_up_to(heir.instance.version, heir.device_bytes)
+            self._reserve(heir)
+
+    def _reserve(self, home: Residence) -> None:
+        self._node.device = self._node.device.reserve_up_to(home.instance.version, home.site, home.need.share)
 
     def _give_up_promises(self, heir: ModelVersion) -> None:
         for victim in self._node.promised_to(heir):

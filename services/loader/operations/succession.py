@@ -20,6 +20,7 @@ from roundhouse.clock import Clock
 from roundhouse.errors import NotFound, RoundhouseError
 from services.loader.domain import instance as words
 from services.loader.domain.instance import Moved, State
+from services.loader.domain.sites import Need, fits_beside, sites
 from services.loader.domain.staging_priority import Priority
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.caches import CacheTiers
@@ -87,7 +88,7 @@ class Succession:
             self._node.tell()
         if moving or new in self._staging or now_ms < self._retry_ms.get(new, 0):
             return
-        if heir is not None and heir.instance.state is State.FAILED and heir.device_bytes > self._node.device.free:
+        if heir is not None and heir.instance.state is State.FAILED and not fits_beside(self._node.device, heir.need):
             return  # the old one made room for it once, in vain: not again
         try:
             model = self._library.find(new)
@@ -105,18 +106,18 @@ class Succession:
         except RoundhouseError as error:
             self._give_up(new, error.message)
             return
-        await self._give_notice(old, size)
+        await self._give_notice(old, Need.of(new, size, max(1, model.tensor_parallel)))
         if old.instance.state is not State.READY:
             return
         heir = self._node.settle_in(new, model)
-        heir.unload_first, heir.reason = (old.instance.version,), NEW_VERSION
+        heir.unload_first, heir.reason, heir.wanted_site = (old.instance.version,), NEW_VERSION, ()
         self._retry_ms[new] = self._clock.now_ms() + RETRY_MS  # if it is refused: for lack of room, or by an operator
         step = self._steps.take(new, words.LoadCommanded(heir.instance.generation))
         log.info("new_version_loads", model=new.model, digest=new.digest, taken=isinstance(step, Moved))
 
-    async def _give_notice(self, old: Residence, size: int) -> None:
+    async def _give_notice(self, old: Residence, need: Need) -> None:
         """If the old one has to make room: say so before it takes no more, so that nobody is on his way to it then."""
-        if size <= self._node.device.free or size > self._node.device.capacity:
+        if fits_beside(self._node.device, need) or not any(sites(self._node.device, need)):
             return
         old.leaving = True
         self._node.tell()
@@ -134,6 +135,6 @@ class Succession:
         heir = self._node.residences.get(new)
         if heir is None or heir.instance.state is not State.FAILED or old.instance.order is words.Order.UNLOAD:
             return
-        old.unload_first, old.reason = (), RESTORED
+        old.unload_first, old.reason, old.wanted_site = (), RESTORED, old.site
         if isinstance(self._steps.take(old.instance.version, words.LoadCommanded(old.instance.generation)), Moved):
             self._audit.record(AuditNote("restored", old.instance.version, heir.instance.reason))

@@ -6,15 +6,17 @@ longer has is marked as not loaded and its bytes are released; what it has and n
 names it and it fits, else unloaded. What was lost with a Triton that was restarted is loaded again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from roundhouse.clock import Clock
 from roundhouse.errors import EngineFailed, NotFound, RoundhouseError
 from services.loader.domain import instance as words
+from services.loader.domain.device_ledger import Site
 from services.loader.domain.instance import State
 from services.loader.domain.memory_ledger import NoRoom
+from services.loader.domain.sites import Need, Placed, place
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.maintenance import Recollection
 from services.loader.operations.node import Node, Residence
@@ -104,7 +106,7 @@ class TritonWatch:
         home.lost_ms = (*(each for each in home.lost_ms if now_ms - each < LOST_WINDOW_MS), now_ms)
         if not wanted or self._node.maintenance or self._node.draining or len(home.lost_ms) > LOST_MAX:
             return
-        home.unload_first, home.reason = (), RECONCILE
+        home.unload_first, home.reason, home.wanted_site = (), RECONCILE, home.site
         self._steps.take(home.instance.version, words.LoadCommanded(home.instance.generation))
 
     async def _recollect(self) -> None:
@@ -131,18 +133,37 @@ class TritonWatch:
     async def _adopt(self, version: ModelVersion, state: TritonState) -> bool:
         try:
             home = self._node.settle_in(version, self._library.find(version))
-            size = await self._library.device_bytes(home.model)
+            size = self._node.size_measured(home) or await self._library.device_bytes(home.model)
+            uuids = await self._control.placed_on(home.triton_name, timeout_ms=PROBE_TIMEOUT_MS)
         except RoundhouseError:
             return False
         if not home.instance.state.is_at_rest:
             return True  # an order came meanwhile
-        ledger = self._node.device.reserve(version, size)
-        if isinstance(ledger, NoRoom):
+        site = self._site_of(uuids)
+        if site is None or not self._take_place(home, size, site):
             return False
-        home.device_bytes = size
-        self._node.device = ledger.commit(version)
-        log.info("instance_adopted", model=version.model, digest=version.digest)
+        log.info("instance_adopted", model=version.model, digest=version.digest, devices=home.site)
         self._steps.take(version, words.Adopted() if state is TritonState.READY else words.FoundLeaving())
+        return True
+
+    def _site_of(self, uuids: Sequence[str]) -> Site | None:
+        """Where a model stands by its package; empty = it does not say, None = on devices that are not here now."""
+        known = {device.uuid: device.index for device in self._node.device.devices}
+        if not all(uuid in known for uuid in uuids):
+            return None
+        return tuple(sorted(known[uuid] for uuid in uuids))
+
+    def _take_place(self, home: Residence, size: int, site: Site) -> bool:
+        """Note in the account what stands there already; False if it has no room for it."""
+        version = home.instance.version
+        if not site:
+            placed = place(self._node.device, Need.of(version, size, home.count), ())
+            site = placed.site if isinstance(placed, Placed) else ()
+        ledger = self._node.device.reserve(version, site, Need.of(version, size, len(site)).share) if site else None
+        if ledger is None or isinstance(ledger, NoRoom):
+            return False
+        home.device_bytes, home.site = size, site
+        self._node.device = ledger.commit(version)
         return True
 
     async def _unload_unknown(self, name: str) -> None:
@@ -161,6 +182,7 @@ class TritonWatch:
         for version in current - self._node.residences.keys():
             if self._node.disk.held_by(version.digest).resident:
                 self._show_on_disk(version)
+        self._node.measured = {key: size for key, size in self._node.measured.items() if key[0] in current}
         for version in self._node.residences.keys() - current:
             home = self._node.residences[version]
             if home.instance.state.is_at_rest and home.succeeded_by is None:

@@ -13,7 +13,7 @@ import pytest
 
 from engines.native_package import read_model_config
 from engines.onnx.intent import __path__ as intent_path
-from engines.packaging import EngineSpec, PackagingError, estimate_device_bytes, package
+from engines.packaging import EngineDevice, EngineSpec, PackagingError, estimate_device_bytes, package
 from engines.reference.checkpoint import load_tensors
 from engines.reference.triton_config import PROCESS_BYTES
 from tests.builders.checkpoints import knob_model, random_checkpoint, turn_knobs
@@ -134,7 +134,7 @@ def test_what_is_no_onnx_model_is_refused(tmp_path: Path) -> None:
 def test_vllm_package_has_the_contract_of_that_backend(tmp_path: Path) -> None:
     """No input of ours; the engine's arguments as model.json; two devices are tensor parallel."""
     folder = random_checkpoint(tmp_path / "m")
-    spec = EngineSpec("vllm", "v", str(folder), slots=8, devices=(0, 1))
+    spec = EngineSpec("vllm", "v", str(folder), slots=8, devices=(EngineDevice("a"), EngineDevice("b")))
     packaged = package(spec)
     assert "roundhouse" not in names(packaged.config["input"])
     arguments = json.loads(packaged.files["file:1/model.json"])

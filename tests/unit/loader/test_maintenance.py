@@ -175,7 +175,7 @@ async def test_an_unload_of_a_model_without_process_ends(node: SmallNode) -> Non
 async def test_a_later_caller_may_offer_more_to_leave(node: SmallNode) -> None:
     """The load of 350 beside A, B and C of 100 was promised A, B and C; A came into use again, so 250 of 350 are
     there. OPEN, of 100 by now, is offered by a caller that joins: it leaves, and the load goes on without A."""
-    node.node.measured[version_of(OPEN)] = 100
+    node.node.measured[(version_of(OPEN), 1)] = 100
     for model in (A, B, OPEN):
         await node.load(model)
     two = small_model("two", 250)

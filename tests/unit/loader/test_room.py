@@ -22,7 +22,7 @@ from services.loader.domain.room import Leaving, NotEnough, Offered, choose_leav
 )
 def test_only_as_many_as_needed_in_order(needed: int, sizes: list[int], expected: "Leaving[int] | NotEnough") -> None:
     """B22: all or nothing, and nobody who could stay."""
-    assert choose_leaving(needed, [Offered(index, size) for index, size in enumerate(sizes)]) == expected
+    assert choose_leaving({0: needed}, [Offered(index, {0: size}) for index, size in enumerate(sizes)]) == expected
 
 
 def test_the_pause_doubles_up_to_a_minute() -> None:

@@ -19,7 +19,7 @@ from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.event_bus import FakeBus
 
 A = small_model("a")
-IDENTITY = Identity("n1", "incarnation", "shared", vocabulary_pb2.NODE_ROLE_MIXED, "triton:1", "loader:2", "kv:3", 1)
+IDENTITY = Identity("n1", "incarnation", "shared", vocabulary_pb2.NODE_ROLE_MIXED, "triton:1", "loader:2", "kv:3")
 
 
 class KeptStates:
