@@ -217,6 +217,16 @@ async def test_a_loaded_model_is_ready_in_the_index(server: Server) -> None:
         assert await state_of(server.control, name) is TritonState.READY
 
 
+async def test_a_loaded_model_knows_its_devices(server: Server) -> None:
+    """What its package named, as long as it is loaded; a package that named none names none later."""
+    async with loaded(server.control, devices='["GPU-1", "MIG-2"]') as name:
+        assert await server.control.placed_on(name, timeout_ms=ANSWER_MS) == ("GPU-1", "MIG-2")
+    async with loaded(server.control) as name:
+        assert await server.control.placed_on(name, timeout_ms=ANSWER_MS) == ()
+    with pytest.raises(EngineFailed):
+        await server.control.placed_on(fresh_name(), timeout_ms=ANSWER_MS)
+
+
 async def test_loading_twice_changes_nothing(server: Server) -> None:
     """The second call returns and the model stays ready."""
     async with loaded(server.control) as name:

@@ -156,6 +156,7 @@ class LoaderProcess:
         first: Sequence[Model] = (),
         deadline_ms: int = 30_000,
         reason: str = "",
+        devices: Sequence[int] = (),
     ) -> list[loading_pb2.LoadProgress]:
         """EnsureLoaded to its end; every message."""
         request = loading_pb2.EnsureLoadedRequest(
@@ -164,6 +165,7 @@ class LoaderProcess:
             unload_first=[version_of(victim) for victim in first],
             deadline_ms=deadline_ms,
             reason=reason,
+            devices=devices,
         )
         return [progress async for progress in self.stub.EnsureLoaded(request, timeout=40)]
 
