@@ -86,6 +86,6 @@ def kill_tests_wanted() -> str:
     return os.environ.get("ROUNDHOUSE_TEST_KILLS") or "sample"
 
 
-def test_redis() -> str:
+def redis_under_test() -> str:
     """What tests of services get for a store: one `server` (the default), or a `cluster`."""
     return os.environ.get("ROUNDHOUSE_TEST_REDIS") or "server"

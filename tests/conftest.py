@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.environment import test_redis
+from roundhouse.environment import redis_under_test
 from tests import infra
 from tests.valkey_cluster import ValkeyCluster, valkey_cluster_running
 
@@ -53,7 +53,7 @@ def redis_cluster(session_valkey_cluster: ValkeyCluster) -> ValkeyCluster:
 @pytest.fixture
 def redis_url(request: pytest.FixtureRequest) -> str:
     """URL of an empty Valkey; of a cluster with `ROUNDHOUSE_TEST_REDIS=cluster`."""
-    if test_redis() == "cluster":
+    if redis_under_test() == "cluster":
         return str(request.getfixturevalue("redis_cluster").url)
     server: infra.FaultyServer = request.getfixturevalue("session_valkey")
     infra.flush_redis(server.url)

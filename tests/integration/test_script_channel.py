@@ -9,12 +9,12 @@ import hiredis
 import pytest
 
 from deploy.local.ports import free_ports
-from roundhouse.environment import test_redis
+from roundhouse.environment import redis_under_test
 from roundhouse.redis_edge import open_redis
 from roundhouse.script_channel import ChannelLost, ScriptChannel, Server
 from tests.infra import FaultyServer
 
-pytestmark = pytest.mark.skipif(test_redis() == "cluster", reason="the connection to one server")
+pytestmark = pytest.mark.skipif(redis_under_test() == "cluster", reason="the connection to one server")
 
 
 def channel_to(url: str, *, timeout_s: float = 30, database: int = 0) -> ScriptChannel:
