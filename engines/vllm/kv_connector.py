@@ -6,10 +6,12 @@ Named in vLLM's configuration, for one worker (no tensor or pipeline parallelism
                      kv_connector_module_path="engines.vllm.kv_connector", kv_load_failure_policy="recompute",
                      kv_connector_extra_config={"kvstore_address": "host:port", "model_digest": "sha256:…"})
 
-A request's `cache_salt` is its tenant's salt; without one nothing is kept (invariant 11). A LoRA request names its
-adapter's digest in `kv_transfer_params["adapter_digest"]`, else nothing is kept. A block that was wrong when it was
-copied is told to vLLM, which computes it. Imported by vLLM only, in an environment of its own; the bookkeeping is in
-`block_saves`, the store's protocol in `store_link`. Written against vLLM 0.32 (`KVConnectorBase_V1`).
+A request names its tenant's salt as `cache_salt`, or, behind Triton's vLLM backend, which passes none, in its sampling
+parameters, as gateways do: `extra_args["roundhouse"]["salt"]`. Without one nothing is kept (invariant 11). A LoRA
+request names its adapter's digest in the same place or in `kv_transfer_params`, as `adapter_digest`, else nothing is
+kept. A block that was wrong when it was copied is told to vLLM, which computes it. Imported by vLLM only, in an
+environment of its own; the bookkeeping is in `block_saves`, the store's protocol in `store_link`. Written against vLLM
+0.32 (`KVConnectorBase_V1`).
 """
 
 from __future__ import annotations
@@ -192,8 +194,10 @@ class RoundhouseConnector(KVConnectorBase_V1):  # type: ignore[misc,unused-ignor
 
 def _tracked(request: Any) -> TrackedRequest | None:
     """A request whose blocks may be kept: it has a salt and, if it uses an adapter, names its digest."""
-    salt = getattr(request, "cache_salt", None)
-    adapter = (request.kv_transfer_params or {}).get("adapter_digest", "")
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    named = {**(request.kv_transfer_params or {}), **(extra.get("roundhouse") or {})}
+    salt = getattr(request, "cache_salt", None) or named.get("salt")
+    adapter = named.get("adapter_digest", "")
     if not salt or not request.prompt_token_ids or (request.lora_request is not None and not adapter):
         return None
     return TrackedRequest(_named(salt), _named(adapter), request.all_token_ids)

@@ -1,8 +1,11 @@
 """Triton package for Triton's own vLLM backend, which a full Triton container has.
 
-Written from that backend's documentation (triton-inference-server/vllm_backend, `README.md` and `src/model.py`); it has
-not been run here, where Triton comes without that backend. Its tensor contract has no `roundhouse` input, so prompts
-arrive as text, adapters by `sampling_parameters.lora_name`, and KV blocks are reused inside one instance only.
+Written from that backend's sources (triton-inference-server/vllm_backend: `src/model.py`, `src/utils/`). It has not
+been run here, where Triton comes without that backend; the arguments were, on vLLM's CPU build
+(`tests/integration/vllm/test_backend_arguments.py`). That backend reads prompts as text and adapters from
+`sampling_parameters.lora_name`; it gives every key of model.json to `AsyncEngineArgs` and every key of
+`sampling_parameters` to `SamplingParams`, so that the connector to the node's kvstore and the salt of a request's
+tenant (`extra_args`) pass through it. Decision: docs/decisions/0146-vllm-behind-triton.md.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from engines.placement import hold_process
 
 WORKSPACE_BYTES = 2**30  # a GPU: CUDA context, activations, captured graphs. A guess; the first load is measured.
 
-OURS = frozenset({"roundhouse", "embedding", "return_logprobs", "logprobs"})
+# What that backend never gives. Its inputs are declared with our `roundhouse`, which it does not read: Triton refuses
+# calls with an input that a model does not declare, and gateways always send it.
+OURS = frozenset({"roundhouse", "embedding", "token_ids"})
 
 # vLLM reserves this share of a GPU for itself unless told otherwise; two instances on one GPU need less each.
 GPU_MEMORY_SHARE = 0.9
@@ -31,7 +36,7 @@ def vllm_package(spec: EngineSpec) -> TritonPackage:
         "backend": "vllm",
         "max_batch_size": 0,
         "model_transaction_policy": {"decoupled": True},
-        "input": [tensor for tensor in language_inputs() if tensor["name"] not in OURS],
+        "input": language_inputs(),
         "output": [tensor for tensor in language_outputs() if tensor["name"] not in OURS],
         "instance_group": [{"kind": "KIND_MODEL", "count": 1}],
     }
@@ -41,14 +46,25 @@ def vllm_package(spec: EngineSpec) -> TritonPackage:
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, object]:
-    """vLLM's `AsyncEngineArgs` for this model."""
-    return {
+    """vLLM's `AsyncEngineArgs` for this model.
+
+    vLLM's own prefix cache stays off: that backend has no way to salt it, so tenants would share it (invariant 11)."""
+    arguments: dict[str, object] = {
         "model": spec.weights_path,
         "tensor_parallel_size": len(spec.devices) or spec.tensor_parallel,
         "max_num_seqs": spec.slots,
         "gpu_memory_utilization": _memory_share(spec),
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": False,
     }
+    if spec.kvstore_address and arguments["tensor_parallel_size"] == 1:  # the connector is for one worker
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "RoundhouseConnector",
+            "kv_connector_module_path": "engines.vllm.kv_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kvstore_address": spec.kvstore_address, "model_digest": spec.model_digest},
+        }
+    return arguments
 
 
 def _memory_share(spec: EngineSpec) -> float:

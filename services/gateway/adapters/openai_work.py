@@ -5,7 +5,7 @@ authenticated tenant alone (invariants 11 and 16).
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -150,6 +150,7 @@ class OpenAIWork:
         check_vocabulary(sampling, resolved.codec.vocabulary_size)
         if sampling.seed is None and resolved.model.engine in RESUMING:
             sampling = replace(sampling, seed=self._chance())
+        extra = self._told_in_parameters(context.caller, resolved)
         calls: list[EngineRequest] = []
         total = 0
         for prompt in prompts:
@@ -164,7 +165,7 @@ class OpenAIWork:
                 raise InvalidInput("'min_tokens' is more than the completion may have.", param="min_tokens")
             total += limit * sampling.n
             for choice in range(sampling.n):
-                parameters = sampling.engine_parameters(choice, limit)
+                parameters = sampling.engine_parameters(choice, limit, extra)
                 calls.append(self._call(context, resolved, prompt, parameters, logprobs=sampling.logprobs is not None))
         return self._prepared(operation, context, resolved, prompts, calls, output_tokens=total, choices=sampling.n)
 
@@ -239,6 +240,13 @@ class OpenAIWork:
         tenant, codec = context.caller.tenant_id, resolved.codec
         shared = [await self._beginnings.of(tenant, codec, prompt.token_ids, chat=chat) for prompt in prompts]
         return [replace(prompt, shared=each) for prompt, each in zip(prompts, shared, strict=True)]
+
+    def _told_in_parameters(self, caller: Caller, resolved: _Resolved) -> Mapping[str, object] | None:
+        """What an engine behind Triton's vLLM backend, which reads no input of ours, is told of the cache space."""
+        if resolved.model.engine is not Engine.VLLM:
+            return None
+        digest = {"adapter_digest": resolved.adapter.digest} if resolved.adapter else {}
+        return {"salt": self._salt(caller), **digest}
 
     def _salt(self, caller: Caller) -> str:
         return tenant_salt(self._cluster, caller.tenant_id).hex()

@@ -41,8 +41,10 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # alternatives a token; 0 = only the chosen one
 
-    def engine_parameters(self, choice: int, max_tokens: int) -> str:
-        """JSON for the engine's `sampling_parameters` of choice 0 … n-1; each choice has a seed of its own."""
+    def engine_parameters(self, choice: int, max_tokens: int, extra: Mapping[str, object] | None = None) -> str:
+        """JSON for the engine's `sampling_parameters` of choice 0 … n-1; each choice has a seed of its own.
+
+        `extra` is what we tell an engine that has no input for it; never a caller's."""
         values: dict[str, object] = {"max_tokens": max_tokens}
         for name in _PASSED_ON:
             value = getattr(self, name)
@@ -52,6 +54,8 @@ class Sampling:
             values["seed"] = self.seed + choice
         if self.logit_bias:
             values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+        if extra:
+            values["extra_args"] = {"roundhouse": extra}
         return json.dumps(values, separators=(",", ":"))
 
 

@@ -5,50 +5,20 @@ vLLM needs an environment of its own, `.venv-vllm`; without it these tests are s
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roundhouse.block_keys import tenant_salt
-from tests.builders.checkpoints import random_checkpoint
 from tests.integration.kvstore.kvstore_process import KvStoreProcess
+from tests.integration.vllm.running import LONGER, MARKS, ONE, PROMPT, TWO, Answers, run_inside
 
-ROOT = Path(__file__).parents[3]
-PYTHON = Path(os.environ.get("ROUNDHOUSE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
-ONE, TWO = (tenant_salt("cluster", name).hex() for name in ("one", "two"))
-PROMPT = [5 + (7 * place) % 250 for place in range(150)]  # 4 whole blocks of 32 and 22 tokens
-LONGER = [*PROMPT[:70], *range(20, 90)]  # shares 2 whole blocks with it
-LIMIT_S = 300.0
-
-pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM has no environment here: make test-vllm makes it"),
-    pytest.mark.timeout(2 * LIMIT_S),
-]
-
-Answers = list[list[tuple[list[int], int]]]
+pytestmark = MARKS
 
 
 def generated(model: Path, address: str, rounds: list[list[dict[str, Any]]]) -> Answers:
     """Tokens and cached tokens of each request; every round has an engine of its own."""
-    asked = {"model": str(model), "address": address, "rounds": rounds}
-    done = subprocess.run(
-        [str(PYTHON), "-m", "tests.integration.vllm.generate"],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        cwd=ROOT,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stderr[-4_000:]
-    answers: Answers = [[(tokens, cached) for tokens, cached in each] for each in json.loads(lines[-1][6:])]
-    return answers
+    return run_inside("generate", {"model": str(model), "address": address, "rounds": rounds})
 
 
 def ask(tokens: list[int], salt: str = ONE) -> dict[str, Any]:
@@ -57,24 +27,9 @@ def ask(tokens: list[int], salt: str = ONE) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with heads of 32, which vLLM's CPU attention takes."""
-    return random_checkpoint(tmp_path_factory.mktemp("weights") / "m", 1, hidden_size=128, intermediate_size=96)
-
-
-@pytest.fixture(scope="module")
 def plain(model: Path) -> Answers:
     """What vLLM says by itself."""
     return generated(model, "", [[ask(PROMPT, ""), ask(LONGER, "")]])
-
-
-@pytest.fixture
-def kvstore(tmp_path: Path) -> Iterator[KvStoreProcess]:
-    """A running kvstore of 64 MiB: a block of 32 tokens is 64 KiB."""
-    process = KvStoreProcess(tmp_path, arena_bytes=64 << 20)
-    process.start()
-    yield process
-    process.close()
 
 
 def test_another_engine_finds_the_blocks_and_says_the_same(

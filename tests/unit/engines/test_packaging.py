@@ -132,14 +132,40 @@ def test_what_is_no_onnx_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_vllm_package_has_the_contract_of_that_backend(tmp_path: Path) -> None:
-    """No input of ours; the engine's arguments as model.json; two devices are tensor parallel."""
+    """Every input that gateways send, none of the outputs that it never gives; the engine's arguments as model.json; two
+    devices are tensor parallel. Tenants share no cache in vLLM, which that backend cannot salt."""
     folder = random_checkpoint(tmp_path / "m")
     spec = EngineSpec("vllm", "v", str(folder), slots=8, devices=(EngineDevice("a"), EngineDevice("b")))
     packaged = package(spec)
-    assert "roundhouse" not in names(packaged.config["input"])
+    assert set(names(packaged.config["input"])) >= {
+        "text_input",
+        "sampling_parameters",
+        "return_logprobs",
+        "roundhouse",
+    }
+    assert not set(names(packaged.config["output"])) & {"roundhouse", "embedding", "token_ids"}
     arguments = json.loads(packaged.files["file:1/model.json"])
     assert (arguments["model"], arguments["tensor_parallel_size"], arguments["max_num_seqs"]) == (str(folder), 2, 8)
     assert estimate_device_bytes(spec) > (folder / "model.safetensors").stat().st_size
+    assert arguments["enable_prefix_caching"] is False
+
+
+def test_a_vllm_model_on_one_device_uses_the_nodes_kvstore(tmp_path: Path) -> None:
+    """By our connector, which recomputes what it cannot load; on two devices, or without a kvstore, it has none."""
+    folder = random_checkpoint(tmp_path / "m")
+
+    def arguments(**more: Any) -> dict[str, Any]:
+        spec = EngineSpec("vllm", "v", str(folder), model_digest="sha256:ab", **more)
+        return dict(json.loads(package(spec).files["file:1/model.json"]))
+
+    transfer = arguments(kvstore_address="n1:8500", devices=(EngineDevice("a"),))["kv_transfer_config"]
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("RoundhouseConnector", "kv_both")
+    assert transfer["kv_connector_module_path"] == "engines.vllm.kv_connector"
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert transfer["kv_connector_extra_config"] == {"kvstore_address": "n1:8500", "model_digest": "sha256:ab"}
+    gang = (EngineDevice("a"), EngineDevice("b"))
+    assert "kv_transfer_config" not in arguments(kvstore_address="n1:8500", devices=gang)
+    assert "kv_transfer_config" not in arguments()
 
 
 def test_packaging_a_checkpoint_imports_no_array_library() -> None:
