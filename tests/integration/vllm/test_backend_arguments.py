@@ -31,7 +31,7 @@ def call(tokens: list[int], salt: str) -> dict[str, Any]:
 
 def test_tenants_find_their_own_blocks_and_no_others(model: Path, kvstore: KvStoreProcess) -> None:
     """B25. Tenant one computes 150 tokens; in another engine it finds 128 of them, and 64 of a prompt that begins
-    alike. Tenant two and a caller without a salt find nothing, in the same engine too. All say what vLLM says by itself."""
+    alike. Tenant two and a caller without a salt find nothing, in the same engine too. All say what vLLM alone says."""
     spec = EngineSpec("vllm", "m--1", str(model), model_digest="sha256:" + "ab" * 32, slots=8)
     alone, with_store = (
         json.loads(package(each).files["file:1/model.json"])

@@ -132,8 +132,8 @@ def test_what_is_no_onnx_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_vllm_package_has_the_contract_of_that_backend(tmp_path: Path) -> None:
-    """Every input that gateways send, none of the outputs that it never gives; the engine's arguments as model.json; two
-    devices are tensor parallel. Tenants share no cache in vLLM, which that backend cannot salt."""
+    """Every input that gateways send, none of the outputs that it never gives; the engine's arguments as model.json;
+    two devices are tensor parallel. Tenants share no cache in vLLM, which that backend cannot salt."""
     folder = random_checkpoint(tmp_path / "m")
     spec = EngineSpec("vllm", "v", str(folder), slots=8, devices=(EngineDevice("a"), EngineDevice("b")))
     packaged = package(spec)
