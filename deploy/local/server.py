@@ -3,6 +3,7 @@
 What it does not do: watch for crashes. That is the supervisor's work (`deploy/local/supervisor.py`).
 """
 
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -114,6 +115,6 @@ def remove_shared_memory(prefix: str) -> list[str]:
     removed: list[str] = []
     if prefix:
         for entry in Path("/dev/shm").glob(f"{prefix}*"):  # noqa: S108 - where Linux keeps POSIX shared memory
-            entry.unlink(missing_ok=True)
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
             removed.append(entry.name)
     return removed

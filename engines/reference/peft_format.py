@@ -62,22 +62,23 @@ class AdapterCache:
         self._config = config
         self._capacity = capacity
         self._rank_max = rank_max
-        self._adapters: OrderedDict[tuple[str, str], LoraAdapter] = OrderedDict()
+        self._adapters: OrderedDict[str, LoraAdapter] = OrderedDict()
         self._lock = Lock()
 
     def get(self, path: str, digest: str) -> LoraAdapter:
         """The adapter in folder `path`, loaded when it is not in memory; raises `AdapterError`, `AdapterMismatch`.
 
-        The digest is part of the key, so new content under an old path is loaded anew; a digest of the catalogue's
-        kind (`sha256:…`) is checked against the files. Thread-safe.
+        A digest of the catalogue's kind (`sha256:…`) is checked against the files, and is the key: the loader may keep
+        the same content in two places. Else the path is part of it. Thread-safe.
         """
+        key = digest if digest.startswith("sha256:") else f"{path}\n{digest}"
         with self._lock:
-            adapter = self._adapters.get((path, digest))
+            adapter = self._adapters.get(key)
             if adapter is None:
                 check_digest(Path(path), digest)
                 adapter = load_adapter(Path(path), self._config, self._rank_max)
-                self._adapters[path, digest] = adapter
-            self._adapters.move_to_end((path, digest))
+                self._adapters[key] = adapter
+            self._adapters.move_to_end(key)
             while len(self._adapters) > self._capacity:
                 self._adapters.popitem(last=False)
             return adapter

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from roundhouse.catalogue import sizes
-from roundhouse.catalogue.declaration import Declaration, interface_of
+from roundhouse.catalogue.addresses import is_address
+from roundhouse.catalogue.declaration import Declaration
 from roundhouse.catalogue.digests import DigestCache, FileEntry, Progress, digest_of_entries, version_entries
+from roundhouse.catalogue.lora import check_adapter
 from roundhouse.catalogue.problems import DeclarationRefused, Problem
 from roundhouse.catalogue.records import (
     Adapter,
@@ -38,12 +40,14 @@ from roundhouse.catalogue.shape import (
     ModelShape,
     PriceShape,
     ScopeLimitsShape,
+    SourceShape,
     TenantShape,
+    interface_of,
 )
 from roundhouse.catalogue.sizes import SizedVersion, SizeEstimator
 from roundhouse.catalogue.yaml_document import Path as Where
 from roundhouse.errors import InvalidInput, RoundhouseError
-from roundhouse.vocabulary import AdapterName, ModelName, PoolName, PriorityClass, TenantId
+from roundhouse.vocabulary import AdapterName, Digest, ModelName, PoolName, PriorityClass, TenantId
 
 READERS = 4  # enough to keep one NVMe drive busy, few enough to leave a small machine its cores
 
@@ -69,6 +73,7 @@ def assemble(declaration: Declaration, reading: FileReading) -> Catalogue:
     tenants = [_tenant(shape) for shape in declaration.tenants.values()]
     good_models, bad_models = _split(models)
     good_adapters, bad_adapters = _split(adapters)
+    bad_adapters += _misfits(work, {model.name: model for model in good_models}, good_adapters)
     if bad_models or bad_adapters:
         raise DeclarationRefused([*bad_models, *bad_adapters])
     return Catalogue(
@@ -89,10 +94,39 @@ def _split(results: Sequence[Record | Problem]) -> tuple[list[Record], list[Prob
     return [result for result in results if not isinstance(result, Problem)], problems
 
 
+def _misfits(work: "_Assembly", models: dict[ModelName, Model], adapters: Sequence[Adapter]) -> list[Problem]:
+    """Adapters that their bases cannot use, as far as files can be read here; the loader looks again in any case."""
+    places = {shape.name: where for where, shape in work.declaration.adapters.items()}
+    problems: list[Problem] = []
+    for adapter in adapters:
+        base, where = models.get(adapter.base), places[adapter.name]
+        if base is None:
+            continue  # a problem of its own
+        if adapter.base_digest not in (None, base.digest):
+            reason = f"made for another version of `{base.name}`: that has the digest {base.digest}"
+            problems.append(work.declaration.refuse_at((*where, "base_digest"), reason))
+        if is_address(adapter.source_path):
+            continue
+        try:
+            check_adapter(Path(adapter.source_path), base.engine, work.config_of(base))
+        except RoundhouseError as error:
+            problems.append(work.declaration.refuse_at((*where, "source", "path"), error.message))
+    return problems
+
+
 class _Assembly:
     def __init__(self, declaration: Declaration, reading: FileReading) -> None:
-        self._declaration = declaration
+        self.declaration = declaration
         self._reading = reading
+        self._configs: dict[str, dict[str, Any] | None] = {}
+
+    def config_of(self, base: Model) -> dict[str, Any] | None:
+        """The config.json of a base that has one here. Raises InvalidInput, NotFound."""
+        folder = base.source_path
+        if folder not in self._configs:
+            readable = not is_address(folder) and (Path(folder) / "config.json").is_file()
+            self._configs[folder] = sizes.model_config(Path(folder)) if readable else None
+        return self._configs[folder]
 
     def attempt(self, make: Callable[[Shape], Record]) -> Callable[[tuple[Where, Shape]], Record | Problem]:
         """`make`, with what goes wrong as a problem at the item's path."""
@@ -102,31 +136,36 @@ class _Assembly:
             try:
                 return make(shape)
             except RoundhouseError as error:
-                return self._declaration.refuse_at((*where, "source", "path"), error.message)
+                return self.declaration.refuse_at((*where, "source", "path"), error.message)
 
         return run
 
     def model(self, shape: ModelShape) -> Model:
-        path, engine = self._declaration.path_of(shape.source.path), Engine(shape.engine)
+        if shape.source.is_address:
+            return self._model(shape, shape.source.path, _listed(shape.source), _given_sizes(shape))
+        path, engine = self.declaration.path_of(shape.source.path), Engine(shape.engine)
         context = self._context_tokens(shape, path)
         kv_tokens = shape.memory.kv_pool_tokens
         kv_pool_tokens = kv_tokens if kv_tokens is not None else context * shape.slots
         device = shape.memory.device
         if device == "auto":
             device = self._reading.estimate(SizedVersion(path, engine, kv_pool_tokens))
-        content = self._content(path)
+        tokenizer = str(path) if interface_of(shape) == "llm" and (path / "tokenizer.json").is_file() else ""
+        return self._model(shape, str(path), self._content(path), _Sizes(context, kv_pool_tokens, device, tokenizer))
+
+    def _model(self, shape: ModelShape, source: str, content: Sequence[FileEntry], sized: "_Sizes") -> Model:
         return Model(
             name=ModelName(shape.name),
-            source_path=str(path),
-            engine=engine,
+            source_path=source,
+            engine=Engine(shape.engine),
             interface=Interface(interface_of(shape)),
             digest=digest_of_entries(content),
             files=_files(content),
             slots=shape.slots,
-            device_bytes=device,
-            kv_pool_tokens=kv_pool_tokens,
-            context_tokens=context,
-            tokenizer_path=self._tokenizer(shape, path),
+            device_bytes=sized.device_bytes,
+            kv_pool_tokens=sized.kv_pool_tokens,
+            context_tokens=sized.context_tokens,
+            tokenizer_path=self._tokenizer(shape) or sized.tokenizer_path,
             pool=PoolName(shape.pool),
             ttft_slo_ms=shape.slo.time_to_first_token_ms,
             cold_start_slo_ms=shape.slo.cold_start_ms,
@@ -141,12 +180,14 @@ class _Assembly:
         )
 
     def adapter(self, shape: AdapterShape) -> Adapter:
-        path = self._declaration.path_of(shape.source.path)
-        content = self._content(path)
+        source = shape.source
+        path = source.path if source.is_address else str(self.declaration.path_of(source.path))
+        content = _listed(source) if source.is_address else self._content(Path(path))
         return Adapter(
             name=AdapterName(shape.name),
             base=ModelName(shape.base),
-            source_path=str(path),
+            base_digest=None if shape.base_digest is None else Digest(shape.base_digest),
+            source_path=path,
             digest=digest_of_entries(content),
             files=_files(content),
             tenant=None if shape.tenant is None else TenantId(shape.tenant),
@@ -168,11 +209,32 @@ class _Assembly:
             raise InvalidInput(f"context_tokens {shape.context_tokens} is more than the model's {positions} positions")
         return shape.context_tokens or positions
 
-    def _tokenizer(self, shape: ModelShape, path: Path) -> str:
-        if shape.tokenizer is not None:
-            given = self._declaration.path_of(shape.tokenizer)
-            return str(given.parent if given.is_file() else given)
-        return str(path) if interface_of(shape) == "llm" and (path / "tokenizer.json").is_file() else ""
+    def _tokenizer(self, shape: ModelShape) -> str:
+        """The folder that the declaration names; empty = none."""
+        if shape.tokenizer is None:
+            return ""
+        given = self.declaration.path_of(shape.tokenizer)
+        return str(given.parent if given.is_file() else given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What is read from a version's files, or declared where they are not here."""
+
+    context_tokens: int
+    kv_pool_tokens: int
+    device_bytes: int
+    tokenizer_path: str = ""
+
+
+def _given_sizes(shape: ModelShape) -> _Sizes:
+    context = shape.context_tokens or 0
+    kv_tokens = shape.memory.kv_pool_tokens
+    return _Sizes(context, kv_tokens if kv_tokens is not None else context * shape.slots, shape.memory.device)
+
+
+def _listed(source: SourceShape) -> list[FileEntry]:
+    return [FileEntry(file.name, file.size, bytes.fromhex(file.sha256)) for file in source.files]
 
 
 def _files(content: Sequence[FileEntry]) -> tuple[ContentFile, ...]:

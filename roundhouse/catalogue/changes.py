@@ -14,7 +14,7 @@ class Change:
     """One thing that was added, changed or removed."""
 
     action: str  # "added", "changed" or "removed"
-    kind: str  # "tenant", "model", "adapter" or "sharing group"
+    kind: str  # "tenant", "model", "adapter", "sharing group" or "pin"
     name: str
     fields: tuple[str, ...] = ()  # of a changed thing
 
@@ -26,6 +26,7 @@ def changes_between(before: Catalogue, after: Catalogue) -> tuple[Change, ...]:
         *_changes("model", before.models, after.models),
         *_changes("adapter", before.adapters, after.adapters),
         *_changes("sharing group", before.sharing_groups, after.sharing_groups),
+        *_changes("pin", before.pins, after.pins),
     )
 
 

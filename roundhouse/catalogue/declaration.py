@@ -12,14 +12,23 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from roundhouse.catalogue.addresses import wrong_address
 from roundhouse.catalogue.explain import explain
 from roundhouse.catalogue.problems import DeclarationRefused, Problem
-from roundhouse.catalogue.shape import AdapterShape, FileShape, ModelShape, Shape, SharingGroupShape, TenantShape
+from roundhouse.catalogue.shape import (
+    LLM_ENGINES,
+    AdapterShape,
+    FileShape,
+    ModelShape,
+    Shape,
+    SharingGroupShape,
+    TenantShape,
+    interface_of,
+)
 from roundhouse.catalogue.yaml_document import Document, read_yaml
 from roundhouse.catalogue.yaml_document import Path as Where
 
 Item = TypeVar("Item", bound=Shape)
-_LLM_ENGINES = ("reference", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,13 @@ def _wrong_files(declaration: Declaration) -> Iterator[Problem]:
     document = declaration.document
     items: dict[Where, ModelShape | AdapterShape] = {**declaration.models, **declaration.adapters}
     for where, item in items.items():
+        if item.source.is_address:
+            yield from wrong_address(document, where, item)
+            if isinstance(item, ModelShape) and item.tokenizer is not None:
+                yield from _wrong_tokenizer(declaration, where, item.tokenizer)
+            continue
+        if item.source.files:
+            yield document.at_value((*where, "source", "files"), "a path needs no list: its files are read")
         path = declaration.path_of(item.source.path)
         if not path.exists():
             yield document.at_value((*where, "source", "path"), f"there is no {path}")
@@ -153,14 +169,18 @@ def _wrong_files(declaration: Declaration) -> Iterator[Problem]:
 
 def _wrong_model_files(declaration: Declaration, where: Where, model: ModelShape, path: Path) -> Iterator[Problem]:
     document = declaration.document
-    if model.engine in _LLM_ENGINES and not (path / "config.json").is_file():
+    if model.engine in LLM_ENGINES and not (path / "config.json").is_file():
         yield document.at_value((*where, "source", "path"), f"there is no config.json in {path}")
     if model.tokenizer is not None:
-        tokenizer = declaration.path_of(model.tokenizer)
-        if not tokenizer.is_file() and not (tokenizer / "tokenizer.json").is_file():
-            yield document.at_value((*where, "tokenizer"), f"there is no tokenizer.json in {tokenizer}")
-    elif model.engine in _LLM_ENGINES and not (path / "tokenizer.json").is_file():
+        yield from _wrong_tokenizer(declaration, where, model.tokenizer)
+    elif model.engine in LLM_ENGINES and not (path / "tokenizer.json").is_file():
         yield document.at_value((*where, "source", "path"), f"there is no tokenizer.json in {path}")
+
+
+def _wrong_tokenizer(declaration: Declaration, where: Where, text: str) -> Iterator[Problem]:
+    tokenizer = declaration.path_of(text)
+    if not tokenizer.is_file() and not (tokenizer / "tokenizer.json").is_file():
+        yield declaration.document.at_value((*where, "tokenizer"), f"there is no tokenizer.json in {tokenizer}")
 
 
 def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
@@ -169,7 +189,7 @@ def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     others = {model.name for model in declaration.models.values()} - language_models
     for where, model in declaration.models.items():
         interface = interface_of(model)
-        if model.engine in _LLM_ENGINES and interface != "llm":
+        if model.engine in LLM_ENGINES and interface != "llm":
             yield document.at_value((*where, "interface"), f"the engine `{model.engine}` is called as `llm`")
         if model.engine == "onnx" and interface != "tensors":
             yield document.at_value((*where, "interface"), "the engine `onnx` is called as `tensors`")
@@ -181,8 +201,3 @@ def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     for where, adapter in declaration.adapters.items():
         if adapter.base in others:
             yield document.at_value((*where, "base"), f"the model `{adapter.base}` takes no adapters")
-
-
-def interface_of(model: ModelShape) -> str:
-    """How a model is called if the file does not say."""
-    return model.interface or ("llm" if model.engine in _LLM_ENGINES else "tensors")

@@ -123,7 +123,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One model with its current version."""
 
     name: ModelName
-    source_path: str  # absolute folder or file
+    source_path: str  # absolute folder or file, or an address with a scheme
     engine: Engine
     interface: Interface
     digest: Digest  # over names and contents of the version's files
@@ -155,6 +155,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     base: ModelName
     source_path: str
     digest: Digest
+    base_digest: Digest | None = None  # the one version of the base that it was made for; None = whichever it fits
     files: tuple[ContentFile, ...] = ()
     tenant: TenantId | None = None  # None = shared
     price: Price | None = None
@@ -169,6 +170,12 @@ class SharingGroup(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[str, ...]  # system prompts, or beginnings of completions
 
 
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's word, beside the declaration, that a model stays on devices; it outlives the next declarations."""
+
+    min_replicas: int = 1  # ready at all times
+
+
 class Catalogue(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. Names are unique across models and adapters."""
 
@@ -177,6 +184,16 @@ class Catalogue(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[ModelName, Model] = {}
     adapters: dict[AdapterName, Adapter] = {}
     sharing_groups: dict[str, SharingGroup] = {}
+    pins: dict[ModelName, Pin] = {}
+
+    def is_pinned(self, model: Model) -> bool:
+        """Whether it never leaves the devices for another: declared so, or pinned by an operator. O(1)."""
+        return model.pinned or model.name in self.pins
+
+    def least_replicas(self, model: Model) -> int:
+        """How many instances stand ready at all times, at least. O(1)."""
+        pin = self.pins.get(model.name)
+        return max(model.min_replicas, pin.min_replicas if pin is not None else 0)
 
     def sharing_group_of(self, tenant_id: TenantId) -> SharingGroup | None:
         """The group that a tenant has chosen and that accepts it: both, or none. O(1)."""

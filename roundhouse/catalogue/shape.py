@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 COUNT_MAX = 1_000_000_000  # keeps the limit arithmetic of admission.lua exact (services/gateway/domain/limits.py)
+LLM_ENGINES = ("reference", "vllm")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
 
@@ -44,6 +45,13 @@ def _money(value: object) -> str:
 def _no_nul(value: str) -> str:
     if "\0" in value or not value.strip():
         raise ValueError("must be a path")
+    return value
+
+
+def _below(value: str) -> str:
+    """A name that stays below its folder."""
+    if {"", ".", ".."} & set(value.split("/")) or "\0" in value or len(value) > 255:
+        raise ValueError("must be a name below the address, such as config.json")
     return value
 
 
@@ -148,10 +156,24 @@ class TenantShape(Shape):
     sharing_group: Name | None = None
 
 
+class ContentFileShape(Shape):
+    """One file at an address."""
+
+    name: Annotated[str, AfterValidator(_below)]
+    size: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class SourceShape(Shape):
-    """Where files lie; relative to the declaration's folder."""
+    """Where files lie: a path, relative to the declaration's folder, or an address with a scheme and its files."""
 
     path: FilePath
+    files: list[ContentFileShape] = Field(default_factory=list)
+
+    @property
+    def is_address(self) -> bool:
+        """Whether loaders fetch it from a server; else it is a path that they see."""
+        return "://" in self.path
 
 
 class MemoryShape(Shape):
@@ -203,12 +225,18 @@ class ModelShape(Shape):
     tenant_limits: ScopeLimitsShape | None = None
 
 
+def interface_of(model: ModelShape) -> str:
+    """How a model is called if the file does not say."""
+    return model.interface or ("llm" if model.engine in LLM_ENGINES else "tensors")
+
+
 class AdapterShape(Shape):
     """LoRA weights over a base model."""
 
     name: Name
     base: Name
     source: SourceShape
+    base_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     tenant: Name | None = None
     price: PriceShape | None = None
     prices: list[DatedPriceShape] = Field(default_factory=list)

@@ -92,7 +92,7 @@ def _safetensors(path: Path) -> list[tuple[str, Path]]:
 def _weight_bytes(file: Path, engine: Engine) -> int:
     compute_bytes = _COMPUTE_BYTES.get(engine)
     total = 0
-    for name, tensor in _header(file).items():
+    for name, tensor in safetensors_header(file).items():
         if name == "__metadata__":
             continue
         try:
@@ -103,7 +103,8 @@ def _weight_bytes(file: Path, engine: Engine) -> int:
     return total
 
 
-def _header(file: Path) -> dict[str, Any]:
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """Names, types and shapes of the tensors. Raises InvalidInput, NotFound."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -27,6 +27,8 @@ class LazyCommands(TyperGroup):
         "get": "roundhouse.cli.catalogue:get",
         "keys": "roundhouse.cli.keys:app",
         "models": "roundhouse.cli.models:app",
+        "adapters": "roundhouse.cli.adapters:app",
+        "files": "roundhouse.cli.files:files",
         "nodes": "roundhouse.cli.nodes:app",
         "tenants": "roundhouse.cli.tenants:app",
         "usage": "roundhouse.cli.usage:app",

@@ -10,7 +10,7 @@ from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api, part
 from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
 from roundhouse.cli.load_progress import with_progress
 
-COLUMNS = ("name", "engine", "pool", "node", "state", "device_bytes", "load_ms", "reason")
+COLUMNS = ("name", "engine", "pool", "pinned", "node", "state", "device_bytes", "load_ms", "reason")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="See, load and unload models."
@@ -29,9 +29,10 @@ def list_models(
     """List models, with their state on each node that has them."""
     with refusals_told():
         api = open_api(admin_url, admin_key)
-        models = api.get("/catalogue", kind="models")["models"]
+        found = api.get("/catalogue", kind="models")
+        models, pins = found["models"], found["pins"]
         nodes = api.get("/nodes")["nodes"]
-        rows = [row for model in models for row in _rows(model, nodes) if row["node"] or not loaded]
+        rows = [row for model in models for row in _rows(model, pins, nodes) if row["node"] or not loaded]
         if output is not Format.TABLE:
             show_data(rows, output)
             return
@@ -89,6 +90,31 @@ def unload(
 
 
 @app.command()
+def pin(
+    name: Annotated[str, typer.Argument(help="The model.")],
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="So many stand ready at all times.")] = 1,
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Keep a model on devices: it never leaves for another. Holds over `apply`, until `unpin`."""
+    with refusals_told():
+        open_api(admin_url, admin_key).post(f"/models/{part(name)}/pin", min_replicas=replicas)
+        typer.echo(f"{name} is pinned, with {replicas} {'replica' if replicas == 1 else 'replicas'} at least")
+
+
+@app.command()
+def unpin(
+    name: Annotated[str, typer.Argument(help="The model.")],
+    admin_url: AdminUrl = "",
+    admin_key: AdminKey = "",
+) -> None:
+    """Let a model that was pinned by hand leave again when another is worth more."""
+    with refusals_told():
+        open_api(admin_url, admin_key).post(f"/models/{part(name)}/unpin")
+        typer.echo(f"{name} is not pinned")
+
+
+@app.command()
 def forecast(
     name: Annotated[str, typer.Argument(help="The model.")],
     output: Output = Format.TABLE,
@@ -124,8 +150,22 @@ def _forecast_lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"pre-warm   {warm:.3g} arrivals served warm a minute; {verdict} (from {least:g} on, if memory allows)"
 
 
-def _rows(model: dict[str, Any], nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    known = {"name": model["name"], "engine": model["engine"], "pool": model["pool"]}
+def _pinned(model: dict[str, Any], pins: dict[str, Any]) -> str:
+    """Whether it stays on devices, who says so, and how many replicas at least."""
+    pin = pins.get(model["name"])
+    least = max(model["min_replicas"], pin["min_replicas"] if pin else 0, 1 if model["pinned"] else 0)
+    if not least:
+        return ""
+    return f"{least} ({'by hand' if pin else 'declared'})"
+
+
+def _rows(model: dict[str, Any], pins: dict[str, Any], nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    known = {
+        "name": model["name"],
+        "engine": model["engine"],
+        "pool": model["pool"],
+        "pinned": _pinned(model, pins),
+    }
     found = False
     for node in nodes:
         for instance in node["instances"]:

@@ -25,6 +25,7 @@ from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId
 from services.gateway.adapters import kserve_grpc, metering_grpc, native_grpc
+from services.gateway.adapters.adapter_places import LoaderAdapters
 from services.gateway.adapters.admin_api import admin_app
 from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.admission import RedisAdmission
@@ -54,6 +55,7 @@ from services.gateway.adapters.serving_versions import ServingVersions
 from services.gateway.adapters.text_codecs import CheckpointCodecs
 from services.gateway.adapters.triton_node import TritonNodes
 from services.gateway.adapters.usage_outbox import UsageOutbox
+from services.gateway.operations.adapter_placing import AdapterPlacing
 from services.gateway.operations.admin_ports import NodeStates
 from services.gateway.operations.apply import Declared
 from services.gateway.operations.attempts import Attempts
@@ -212,8 +214,10 @@ class Gateway:
             self._stack.push_async_callback(limits.aclose)
         node = world.node
         if node is None:
-            node = nodes = TritonNodes()
+            nodes, loaders = TritonNodes(), LoaderAdapters(world.clock)
             self._stack.push_async_callback(nodes.close)
+            self._stack.push_async_callback(loaders.close)
+            node = AdapterPlacing(nodes, loaders)
         holds = KvStoreHolds()
         self._stack.push_async_callback(holds.close)
         attempts = Attempts(settings.instance_id)

@@ -24,6 +24,7 @@ from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId
 from roundhouse.wire.v1 import loading_pb2_grpc, vocabulary_pb2
+from services.loader.adapters.adapter_shelf import MemoryShelf
 from services.loader.adapters.disk_cache import DiskCache
 from services.loader.adapters.find_devices import inventory
 from services.loader.adapters.grpc_loader import SERVICE, Handlers, LoaderServicer
@@ -37,6 +38,7 @@ from services.loader.adapters.shared_arena import SharedArena
 from services.loader.adapters.triton_control import TritonControl
 from services.loader.domain.contents import ContentLedger
 from services.loader.domain.device_ledger import DeviceLedger
+from services.loader.operations.adapters import Adapters
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.describe import Identity
 from services.loader.operations.ensure import Orders
@@ -99,7 +101,7 @@ class _Loader:
         self._clock = SystemClock()
         self._control = TritonControl(settings.triton_grpc, settings.triton_repository)
         stall_ms = round(settings.source_stall_seconds * 1000)
-        self._cache = DiskCache(settings.cache_dir, self._clock, ObjectSource(stall_ms))
+        self._cache = DiskCache(settings.cache_dir, self._clock, ObjectSource(stall_ms, tokens=settings.tokens_by_host))
         self._arena = SharedArena(settings.arena_path, settings.host_bytes)
         self._stagings = Stagings(self._clock, stall_ms)
         self._gauge = ProgressGauge(self.node, self._stagings, self._clock)
@@ -144,7 +146,10 @@ class _Loader:
         if self.node.maintenance:
             await maintenance.begin(self.node.maintenance)  # an earlier process may not have come to its end
         orders = Orders(self.node, steps, self._library, self._gauge, self._clock)
-        handlers = Handlers(orders, prestage, self._gauge, maintenance)
+        shelf = MemoryShelf(self._settings.adapter_shelf_path)
+        adapters = Adapters(self.node, caches, self._library, shelf, self._audit, self._clock)
+        await adapters.start(self._settings.adapter_host_bytes)
+        handlers = Handlers(orders, prestage, self._gauge, maintenance, adapters)
         succession = Succession(self.node, steps, caches, self._library, self._audit, self._clock)
         announcer = await self._serve(handlers, watch, lifecycle)
         lifecycle.every(TURN_MS, succession.turn, "succession")
@@ -158,11 +163,13 @@ class _Loader:
             self._settings.leak_bytes,
         )
         lifecycle.every(LOOK_MS, leaks.turn, "leaks")
+        lifecycle.every(TURN_MS, adapters.turn, "adapters")
         if self._settings.host_prefault:
             lifecycle.spawn(self._arena.fault_in(), "fault in")
         self._drains = [
             succession.stop,
             handlers.prestage.stop,
+            adapters.stop,
             lambda: steps.settle(round(self._settings.drain_seconds * 1000)),
             lambda: self._server.stop(1.0),
             lambda: self._audit.flush(AUDIT_FLUSH_MS),

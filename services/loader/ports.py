@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from roundhouse.catalogue.records import ContentFile, Model
-from roundhouse.vocabulary import Digest, ModelName
+from roundhouse.catalogue.records import Adapter, ContentFile, Model
+from roundhouse.vocabulary import AdapterName, Digest, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2
 from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion
@@ -252,6 +252,18 @@ class ModelLibrary(Protocol):
 
     def versions(self) -> Mapping[str, ModelVersion]:
         """Triton name → version, of everything in the catalogue."""
+        ...
+
+    def adapter(self, name: AdapterName, tenant_id: TenantId) -> Adapter:
+        """The catalogue's record of what this tenant may use. Raises NotFound."""
+        ...
+
+    def adapters(self) -> Mapping[AdapterName, Adapter]:
+        """Everything of the catalogue; another object once the catalogue has changed."""
+        ...
+
+    async def check_adapter(self, weights: Path, base: Model, base_weights: Path) -> None:
+        """Raises InvalidInput: the adapter does not fit this base, and why."""
         ...
 
     async def device_bytes(self, model: Model) -> int:

@@ -47,8 +47,14 @@ class LoaderSettings(ServiceSettings):
     host_prefault: bool = Field(
         default=False, description="touch all of the host arena at start, so that the first loads are fast too"
     )
+    adapter_host_bytes: int = Field(
+        default=256 * 1024**2, ge=0, description="bytes of host memory for adapters, beside the arena; 0 = none"
+    )
     source_stall_seconds: float = Field(
         default=30.0, gt=0, description="a source that sends no chunk of 8 MiB for so long has failed"
+    )
+    source_tokens: str = Field(
+        default="", repr=False, description="bearer tokens of https sources: HOST=TOKEN,HOST:PORT=TOKEN"
     )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="bytes of the disk cache")
     cache_dir: Path = Field(description="folder of the disk cache; Triton must see it under the same path")
@@ -62,6 +68,17 @@ class LoaderSettings(ServiceSettings):
         """The host arena's file: the same for each process with this cache folder, so that the next one finds it."""
         name = sha256(str(self.cache_dir.absolute()).encode()).hexdigest()[:12]
         return self.host_arena or SHARED_MEMORY / f"roundhouse-weights-{name}"
+
+    @property
+    def tokens_by_host(self) -> dict[str, str]:
+        """`SOURCE_TOKENS` by host; a part that is none is left out."""
+        pairs = (part.strip().partition("=") for part in self.source_tokens.split(","))
+        return {host: token for host, _, token in pairs if host and token}
+
+    @property
+    def adapter_shelf_path(self) -> Path:
+        """The folder of adapters in host memory: beside the arena, where engines see it too."""
+        return self.arena_path.with_name(f"{self.arena_path.name}-adapters")
 
     @property
     def triton_address_for_gateways(self) -> str:

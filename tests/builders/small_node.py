@@ -1,15 +1,13 @@
 """A whole loader without a process: real operations over fakes, in virtual time. Run it with `run_virtual`."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 
 from roundhouse.catalogue.records import ContentFile, Engine, Interface, Model
-from roundhouse.errors import NotFound, RoundhouseError
+from roundhouse.errors import RoundhouseError
 from roundhouse.vocabulary import ModelName
 from roundhouse.wire.v1 import loading_pb2
 from services.loader.device_ports import ServerMemory
@@ -17,7 +15,8 @@ from services.loader.domain.contents import ContentLedger
 from services.loader.domain.device_ledger import DeviceLedger
 from services.loader.domain.devices import Device
 from services.loader.domain.instance import State
-from services.loader.domain.versions import ModelVersion, triton_model_name
+from services.loader.domain.versions import ModelVersion
+from services.loader.operations.adapters import Adapters
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
 from services.loader.operations.leaks import LeakWatch
@@ -30,9 +29,11 @@ from services.loader.operations.staging import Stagings
 from services.loader.operations.steps import Steps
 from services.loader.operations.succession import Succession
 from services.loader.operations.watch_triton import TritonWatch
-from services.loader.ports import ArenaView, AuditNote, LoadPackage, Remembered
+from services.loader.ports import AuditNote, Remembered
+from tests.fakes.adapter_shelf import FakeShelf
 from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.model_control import FakeModelControl
+from tests.fakes.model_library import FakeLibrary
 from tests.fakes.weight_arena import FakeWeightArena
 from tests.fakes.weight_cache import FakeSource, FakeWeightCache, digest_of
 
@@ -66,44 +67,6 @@ def small_model(
 def version_of(model: Model) -> ModelVersion:
     """The version that a record describes."""
     return ModelVersion(model.name, model.digest)
-
-
-@dataclass(slots=True)
-class FakeLibrary:
-    """`ModelLibrary` set by hand; `knobs` go to the fake Triton with each package."""
-
-    models: dict[ModelVersion, Model] = field(default_factory=dict)
-    knobs: dict[ModelName, dict[str, str]] = field(default_factory=dict)
-    is_known: bool = True
-    maps: bool = True
-    views: list[ArenaView | None] = field(default_factory=list)
-    """Where the engine of each package finds its weights in host memory."""
-
-    def find(self, version: ModelVersion) -> Model:
-        """See `ModelLibrary.find`."""
-        if version not in self.models:
-            raise NotFound(f"the catalogue has no {version}")
-        return self.models[version]
-
-    def versions(self) -> Mapping[str, ModelVersion]:
-        """See `ModelLibrary.versions`."""
-        return {triton_model_name(version): version for version in self.models}
-
-    async def device_bytes(self, model: Model) -> int:
-        """See `ModelLibrary.device_bytes`."""
-        return model.device_bytes
-
-    def mapped_files(self, model: Model, files: Sequence[ContentFile]) -> tuple[ContentFile, ...]:
-        """See `ModelLibrary.mapped_files`."""
-        return tuple(files) if self.maps else ()
-
-    async def package(
-        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
-    ) -> LoadPackage:
-        """See `ModelLibrary.package`."""
-        knobs = {**self.knobs.get(model.name, {}), "devices": json.dumps([each.uuid for each in devices])}
-        self.views.append(arena)
-        return LoadPackage(json.dumps({"parameters": {name: {"string_value": text} for name, text in knobs.items()}}))
 
 
 @dataclass(slots=True)
@@ -249,6 +212,8 @@ class SmallNode:
     watch: TritonWatch
     inventory: FakeInventory
     leaks: LeakWatch
+    shelf: FakeShelf
+    adapters: Adapters
 
     async def load(
         self, model: Model, generation: int = 0, *, first: Sequence[Model] = (), **more: object
@@ -288,6 +253,7 @@ async def small_node(
     device_bytes: int = 400,
     disk_bytes: int = 10_000,
     host_bytes: int = 1_000,
+    adapter_bytes: int = 100,
     watched: bool = False,
     memory: FakeNodeMemory | None = None,
     triton: FakeModelControl | None = None,
@@ -317,7 +283,10 @@ async def small_node(
         prestage = Prestage(node, caches, library, gauge, clock)
         maintenance = Maintenance(node, steps, prestage, recollection)
         succession = Succession(node, steps, caches, library, audit, clock)
+        shelf = FakeShelf()
+        adapters = Adapters(node, caches, library, shelf, audit, clock)
         await caches.start()
+        await adapters.start(adapter_bytes)
         await recollection.recall()
         await watch.turn()
         beat = asyncio.create_task(_beat(watch, succession, clock)) if watched else None
@@ -341,10 +310,13 @@ async def small_node(
             watch,
             inventory,
             LeakWatch(node, processes, inventory, audit, measurements, clock, LEAK_BYTES),
+            shelf,
+            adapters,
         )
         if beat is not None:
             beat.cancel()
         await succession.stop()
+        await adapters.stop()
         await prestage.stop()
         await steps.settle(SETTLED_MS)
 

@@ -47,7 +47,6 @@ class FakeScheduler:
             queue_ms=7,
             stage_ms=5,
             load_ms=3,
-            adapter_path="/adapters/a" if request.adapter else "",
         )
         self.wanted.append(self.attempts.deliver(wire.GrantDelivery(grant=grant)))
         return self.wanted[-1]

@@ -189,6 +189,69 @@ class EnsureUnloadedReply(_message.Message):
 Global___EnsureUnloadedReply: _TypeAlias = EnsureUnloadedReply  # noqa: Y015
 
 @_typing.final
+class EnsureAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    TRITON_MODEL_NAME_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """catalogue name"""
+    digest: _builtins.str
+    tenant_id: _builtins.str
+    """whose request wants it"""
+    triton_model_name: _builtins.str
+    """the instance that is to use it"""
+    deadline_ms: _builtins.int
+    """from receipt"""
+    def __init__(
+        self,
+        *,
+        adapter: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+        triton_model_name: _builtins.str = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "deadline_ms", b"deadline_ms", "digest", b"digest", "tenant_id", b"tenant_id", "triton_model_name", b"triton_model_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnsureAdapterRequest: _TypeAlias = EnsureAdapterRequest  # noqa: Y015
+
+@_typing.final
+class EnsureAdapterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    KEEP_MS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """on the node, as its engines see it"""
+    tier: _vocabulary_pb2.Tier.ValueType
+    """HOST or DISK"""
+    keep_ms: _builtins.int
+    """it stays there for at least so long"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        tier: _vocabulary_pb2.Tier.ValueType = ...,
+        keep_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_ms", b"keep_ms", "path", b"path", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnsureAdapterReply: _TypeAlias = EnsureAdapterReply  # noqa: Y015
+
+@_typing.final
 class GetNodeStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -225,6 +288,7 @@ class NodeState(_message.Message):
     DEVICE_COUNT_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     EMPTYING_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     sequence: _builtins.int
     """rises with each message of one loader process"""
@@ -250,6 +314,8 @@ class NodeState(_message.Message):
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Device]:
         """empty = not told: one device of the size of the DEVICE tier"""
 
+    @_builtins.property
+    def adapters(self) -> Global___AdapterState: ...
     def __init__(
         self,
         *,
@@ -269,14 +335,77 @@ class NodeState(_message.Message):
         device_count: _builtins.int = ...,
         devices: _abc.Iterable[Global___Device] | None = ...,
         emptying: _builtins.bool = ...,
+        adapters: Global___AdapterState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepting", b"accepting", "device_count", b"device_count", "devices", b"devices", "emptying", b"emptying", "incarnation", b"incarnation", "instances", b"instances", "kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "pool", b"pool", "role", b"role", "sent_unix_ms", b"sent_unix_ms", "sequence", b"sequence", "tiers", b"tiers", "triton_grpc_address", b"triton_grpc_address", "unhealthy_reason", b"unhealthy_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepting", b"accepting", "adapters", b"adapters", "device_count", b"device_count", "devices", b"devices", "emptying", b"emptying", "incarnation", b"incarnation", "instances", b"instances", "kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "pool", b"pool", "role", b"role", "sent_unix_ms", b"sent_unix_ms", "sequence", b"sequence", "tiers", b"tiers", "triton_grpc_address", b"triton_grpc_address", "unhealthy_reason", b"unhealthy_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
+@_typing.final
+class AdapterState(_message.Message):
+    """The adapters of a node, in numbers: there may be thousands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ON_DISK_FIELD_NUMBER: _builtins.int
+    IN_HOST_FIELD_NUMBER: _builtins.int
+    HOST_CAPACITY_FIELD_NUMBER: _builtins.int
+    HOST_RESIDENT_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    on_disk: _builtins.int
+    in_host: _builtins.int
+    host_capacity: _builtins.int
+    """bytes"""
+    host_resident: _builtins.int
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedAdapter]:
+        """the last ones; they fit no instance that they were asked for"""
+
+    def __init__(
+        self,
+        *,
+        on_disk: _builtins.int = ...,
+        in_host: _builtins.int = ...,
+        host_capacity: _builtins.int = ...,
+        host_resident: _builtins.int = ...,
+        refused: _abc.Iterable[Global___RefusedAdapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_capacity", b"host_capacity", "host_resident", b"host_resident", "in_host", b"in_host", "on_disk", b"on_disk", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
+
+@_typing.final
+class RefusedAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    base: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        adapter: _builtins.str = ...,
+        base: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base", b"base", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedAdapter: _TypeAlias = RefusedAdapter  # noqa: Y015
 
 @_typing.final
 class Device(_message.Message):

@@ -50,6 +50,11 @@ class LoaderStub:
                 request_serializer=roundhouse_dot_v1_dot_loading__pb2.GetNodeStateRequest.SerializeToString,
                 response_deserializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
                 _registered_method=True)
+        self.EnsureAdapter = channel.unary_unary(
+                '/roundhouse.v1.Loader/EnsureAdapter',
+                request_serializer=roundhouse_dot_v1_dot_loading__pb2.EnsureAdapterRequest.SerializeToString,
+                response_deserializer=roundhouse_dot_v1_dot_loading__pb2.EnsureAdapterReply.FromString,
+                _registered_method=True)
         self.DrainNode = channel.unary_stream(
                 '/roundhouse.v1.Loader/DrainNode',
                 request_serializer=roundhouse_dot_v1_dot_loading__pb2.DrainNodeRequest.SerializeToString,
@@ -87,6 +92,14 @@ class LoaderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EnsureAdapter(self, request, context):
+        """Has an adapter on the node, checked against the instance that is to use it; answers where the engine finds it.
+        NOT_FOUND: the catalogue has no such adapter for this tenant. INVALID_ARGUMENT: it does not fit its base.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainNode(self, request, context):
         """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
         Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
@@ -118,6 +131,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.GetNodeState,
                     request_deserializer=roundhouse_dot_v1_dot_loading__pb2.GetNodeStateRequest.FromString,
                     response_serializer=roundhouse_dot_v1_dot_loading__pb2.NodeState.SerializeToString,
+            ),
+            'EnsureAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.EnsureAdapter,
+                    request_deserializer=roundhouse_dot_v1_dot_loading__pb2.EnsureAdapterRequest.FromString,
+                    response_serializer=roundhouse_dot_v1_dot_loading__pb2.EnsureAdapterReply.SerializeToString,
             ),
             'DrainNode': grpc.unary_stream_rpc_method_handler(
                     servicer.DrainNode,
@@ -212,6 +230,33 @@ class Loader:
             '/roundhouse.v1.Loader/GetNodeState',
             roundhouse_dot_v1_dot_loading__pb2.GetNodeStateRequest.SerializeToString,
             roundhouse_dot_v1_dot_loading__pb2.NodeState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EnsureAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/roundhouse.v1.Loader/EnsureAdapter',
+            roundhouse_dot_v1_dot_loading__pb2.EnsureAdapterRequest.SerializeToString,
+            roundhouse_dot_v1_dot_loading__pb2.EnsureAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

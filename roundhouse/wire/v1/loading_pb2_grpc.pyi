@@ -40,6 +40,10 @@ class LoaderStub:
     EnsureUnloaded: _grpc.UnaryUnaryMultiCallable[_loading_pb2.EnsureUnloadedRequest, _loading_pb2.EnsureUnloadedReply]
     """Drains and unloads; answers when Triton says the memory is free."""
     GetNodeState: _grpc.UnaryUnaryMultiCallable[_loading_pb2.GetNodeStateRequest, _loading_pb2.NodeState]
+    EnsureAdapter: _grpc.UnaryUnaryMultiCallable[_loading_pb2.EnsureAdapterRequest, _loading_pb2.EnsureAdapterReply]
+    """Has an adapter on the node, checked against the instance that is to use it; answers where the engine finds it.
+    NOT_FOUND: the catalogue has no such adapter for this tenant. INVALID_ARGUMENT: it does not fit its base.
+    """
     DrainNode: _grpc.UnaryStreamMultiCallable[_loading_pb2.DrainNodeRequest, _loading_pb2.NodeState]
     """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
     Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
@@ -58,6 +62,10 @@ class LoaderAsyncStub(LoaderStub):
     EnsureUnloaded: _aio.UnaryUnaryMultiCallable[_loading_pb2.EnsureUnloadedRequest, _loading_pb2.EnsureUnloadedReply]  # type: ignore[assignment]
     """Drains and unloads; answers when Triton says the memory is free."""
     GetNodeState: _aio.UnaryUnaryMultiCallable[_loading_pb2.GetNodeStateRequest, _loading_pb2.NodeState]  # type: ignore[assignment]
+    EnsureAdapter: _aio.UnaryUnaryMultiCallable[_loading_pb2.EnsureAdapterRequest, _loading_pb2.EnsureAdapterReply]  # type: ignore[assignment]
+    """Has an adapter on the node, checked against the instance that is to use it; answers where the engine finds it.
+    NOT_FOUND: the catalogue has no such adapter for this tenant. INVALID_ARGUMENT: it does not fit its base.
+    """
     DrainNode: _aio.UnaryStreamMultiCallable[_loading_pb2.DrainNodeRequest, _loading_pb2.NodeState]  # type: ignore[assignment]
     """Maintenance: takes no new work from now on (kept over restarts), waits for what runs, then unloads everything.
     Streams the node's state until nothing stands on it; a caller that leaves stops nothing.
@@ -91,6 +99,16 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loading_pb2.GetNodeStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loading_pb2.NodeState, _abc.Awaitable[_loading_pb2.NodeState]]: ...
+
+    @_abc_1.abstractmethod
+    def EnsureAdapter(
+        self,
+        request: _loading_pb2.EnsureAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loading_pb2.EnsureAdapterReply, _abc.Awaitable[_loading_pb2.EnsureAdapterReply]]:
+        """Has an adapter on the node, checked against the instance that is to use it; answers where the engine finds it.
+        NOT_FOUND: the catalogue has no such adapter for this tenant. INVALID_ARGUMENT: it does not fit its base.
+        """
 
     @_abc_1.abstractmethod
     def DrainNode(

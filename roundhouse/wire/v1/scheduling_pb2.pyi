@@ -296,12 +296,15 @@ class Placement(_message.Message):
     TRITON_GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
     TRITON_MODEL_NAME_FIELD_NUMBER: _builtins.int
     KVSTORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    LOADER_ADDRESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _vocabulary_pb2.NodeRole.ValueType
     triton_grpc_address: _builtins.str
     """host:port"""
     triton_model_name: _builtins.str
     kvstore_address: _builtins.str
+    loader_address: _builtins.str
+    """who has adapters ready for the instance"""
     def __init__(
         self,
         *,
@@ -310,10 +313,11 @@ class Placement(_message.Message):
         triton_grpc_address: _builtins.str = ...,
         triton_model_name: _builtins.str = ...,
         kvstore_address: _builtins.str = ...,
+        loader_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kvstore_address", b"kvstore_address", "node_id", b"node_id", "role", b"role", "triton_grpc_address", b"triton_grpc_address", "triton_model_name", b"triton_model_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kvstore_address", b"kvstore_address", "loader_address", b"loader_address", "node_id", b"node_id", "role", b"role", "triton_grpc_address", b"triton_grpc_address", "triton_model_name", b"triton_model_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,7 +337,6 @@ class Grant(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     STAGE_MS_FIELD_NUMBER: _builtins.int
     LOAD_MS_FIELD_NUMBER: _builtins.int
-    ADAPTER_PATH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     lease_id: _builtins.str
@@ -345,8 +348,6 @@ class Grant(_message.Message):
     """
     stage_ms: _builtins.int
     load_ms: _builtins.int
-    adapter_path: _builtins.str
-    """on the node; empty = none"""
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
         """one, or prefill and decode"""
@@ -362,11 +363,10 @@ class Grant(_message.Message):
         queue_ms: _builtins.int = ...,
         stage_ms: _builtins.int = ...,
         load_ms: _builtins.int = ...,
-        adapter_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_path", b"adapter_path", "attempt", b"attempt", "lease_expires_unix_ms", b"lease_expires_unix_ms", "lease_id", b"lease_id", "load_ms", b"load_ms", "placements", b"placements", "queue_ms", b"queue_ms", "request_id", b"request_id", "stage_ms", b"stage_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_expires_unix_ms", b"lease_expires_unix_ms", "lease_id", b"lease_id", "load_ms", b"load_ms", "placements", b"placements", "queue_ms", b"queue_ms", "request_id", b"request_id", "stage_ms", b"stage_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

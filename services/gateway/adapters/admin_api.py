@@ -9,7 +9,7 @@ of the OpenAI error object. Contract: docs/operators/keys.md and docs/operators/
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from roundhouse.catalogue.problems import DeclarationRefused
-from roundhouse.catalogue.records import ScopeLimits
+from roundhouse.catalogue.records import Pin, ScopeLimits
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.catalogue.yaml_document import BYTES_MAX
 from roundhouse.clock import Clock
@@ -105,6 +105,12 @@ class StageBody(msgspec.Struct, forbid_unknown_fields=True):
     tier: str = "host"
 
 
+class PinBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /admin/v1/models/{name}/pin. So many instances stand ready at all times, and none leaves for another."""
+
+    min_replicas: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+
+
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /admin/v1/nodes/{node}/drain."""
 
@@ -151,6 +157,8 @@ def admin_app(services: AdminServices) -> ASGIApp:
         _route("POST", "/tenants/{tenant}/erase-stored", _for_operators(api.erase_stored)),
         _route("POST", "/models/{name}/load", _for_operators(api.load_model)),
         _route("POST", "/models/{name}/stage", _for_operators(api.stage_model)),
+        _route("POST", "/models/{name}/pin", _for_operators(api.pin_model)),
+        _route("POST", "/models/{name}/unpin", _for_operators(api.unpin_model)),
         _route("POST", "/nodes/{node}/drain", _for_operators(api.drain_node)),
         _route("POST", "/nodes/{node}/resume", _for_operators(api.resume_node)),
         _route("POST", "/models/{name}/unload", _for_operators(api.unload_model)),
@@ -183,7 +191,7 @@ class _AdminApi:
         items: dict[str, msgspec.Struct] = getattr(current, kind)
         name = request.query_params.get("name")
         if name is None:
-            return _json({"generation": current.generation, kind: list(items.values())})
+            return _json({"generation": current.generation, kind: list(items.values()), "pins": current.pins})
         if name not in items:
             raise NotFound(f"there is no such {kind.removesuffix('s')}", code=f"{kind.removesuffix('s')}_not_found")
         return _json({"generation": current.generation, kind: [items[name]]})
@@ -248,6 +256,16 @@ class _AdminApi:
         name = request.path_params["name"]
         place = await self._services.models.stage(name, body.node or None, body.tier, actor=caller.key_id)
         return _json({"model": name, "nodes": _places([place], "staged")})
+
+    async def pin_model(self, request: Request, caller: Caller) -> Response:
+        body = await self._body(request, PinBody)
+        pin = Pin(min_replicas=body.min_replicas)
+        applied = await self._services.applying.pin(request.path_params["name"], pin, actor=caller.key_id)
+        return _json(admin_json.applied_json(applied))
+
+    async def unpin_model(self, request: Request, caller: Caller) -> Response:
+        applied = await self._services.applying.pin(request.path_params["name"], None, actor=caller.key_id)
+        return _json(admin_json.applied_json(applied))
 
     async def drain_node(self, request: Request, caller: Caller) -> Response:
         body = await self._body(request, DrainBody)

@@ -77,6 +77,17 @@ def node_json(state: loading_pb2.NodeState) -> dict[str, Any]:
         "sent": _time(state.sent_unix_ms),
         "tiers": [_tier_json(tier) for tier in state.tiers],
         "instances": [_instance_json(instance) for instance in state.instances],
+        "adapters": _adapters_json(state.adapters),
+    }
+
+
+def _adapters_json(state: loading_pb2.AdapterState) -> dict[str, Any]:
+    return {
+        "on_disk": state.on_disk,
+        "in_host": state.in_host,
+        "host_capacity": state.host_capacity,
+        "host_resident": state.host_resident,
+        "refused": [{"adapter": each.adapter, "base": each.base, "reason": each.reason} for each in state.refused],
     }
 
 

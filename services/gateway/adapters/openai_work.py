@@ -190,8 +190,10 @@ class OpenAIWork:
             salt=self._salt(context.caller),
             shared_salt=prompt.shared.salt.hex(),
             shared_tokens=prompt.shared.tokens,
-            adapter_path="",  # on the node; the grant says it
+            adapter_path="",  # on the node: its loader says it (`adapter_places`)
             adapter_digest=resolved.adapter.digest if resolved.adapter else "",
+            adapter_name=resolved.adapter.name if resolved.adapter else "",
+            tenant_id=context.caller.tenant_id,
             return_logprobs=logprobs,
             return_token_ids=phase == "full" and resolved.model.engine in RESUMING,
         )

@@ -19,12 +19,12 @@ from roundhouse.catalogue.assembly import FileReading, assemble
 from roundhouse.catalogue.changes import Change, changes_between
 from roundhouse.catalogue.declaration import parse
 from roundhouse.catalogue.problems import DeclarationRefused, Place, Problem
-from roundhouse.catalogue.records import EMPTY, Catalogue
+from roundhouse.catalogue.records import EMPTY, Catalogue, Pin
 from roundhouse.catalogue.store import CatalogueView, GenerationStore
 from roundhouse.catalogue.yaml_document import BYTES_MAX
-from roundhouse.errors import Conflict, RoundhouseError, Unavailable
+from roundhouse.errors import Conflict, NotFound, RoundhouseError, Unavailable
 from roundhouse.event_bus import EventBus
-from roundhouse.vocabulary import KeyId
+from roundhouse.vocabulary import KeyId, ModelName
 from roundhouse.wire.v1 import events_pb2
 from services.gateway.operations.admin_ports import AuditTrail
 
@@ -94,6 +94,32 @@ class CatalogueApplication:
             await self._announce(applied, actor)
         return applied
 
+    async def pin(self, name: str, pin: Pin | None, *, actor: KeyId) -> Applied:
+        """Pin a model whatever the declaration says, or (None) take that back. Idempotent.
+
+        Raises NotFound, Conflict (the declaration itself pins it, or somebody changed the catalogue meanwhile),
+        Unavailable."""
+        async with self._one_at_a_time:
+            stored = await self._store.get()
+            before = EMPTY if stored is None else stored.catalogue
+            model = before.models.get(ModelName(name))
+            if model is None:
+                raise NotFound("there is no such model")
+            pins = {each: known for each, known in before.pins.items() if each != name}
+            if pin is not None:
+                pins[model.name] = pin
+            elif model.pinned or model.min_replicas:
+                raise Conflict("the declaration keeps it there: change its `residency` and apply")
+            after = msgspec.structs.replace(before, pins=pins, generation=before.generation + 1)
+            applied = Applied(after.generation, changes_between(before, after))
+            if applied.unchanged:
+                return Applied(before.generation, ())
+            await self._store.put(after, expected_generation=before.generation)
+        await self._announce(applied, actor)
+        details = {"min_replicas": str(pin.min_replicas)} if pin is not None else {}
+        await self._audit.record("pin" if pin is not None else "unpin", actor=actor, subject=name, details=details)
+        return applied
+
     async def _apply(self, declared: Declared, *, dry_run: bool) -> Applied:
         wanted = await asyncio.to_thread(self._read, declared)
         applied, before = await self._compare(wanted, dry_run=dry_run)
@@ -114,11 +140,12 @@ class CatalogueApplication:
     async def _compare(self, wanted: Catalogue, *, dry_run: bool) -> tuple[Applied, Catalogue]:
         stored = await self._store.get()
         before = EMPTY if stored is None else stored.catalogue
+        wanted = _with_pins(wanted, before)
         changes = changes_between(before, wanted)
         return Applied(before.generation + bool(changes), changes, dry_run), before
 
     async def _put(self, wanted: Catalogue, applied: Applied, before: Catalogue) -> None:
-        catalogue = msgspec.structs.replace(wanted, generation=applied.generation)
+        catalogue = msgspec.structs.replace(_with_pins(wanted, before), generation=applied.generation)
         await self._store.put(catalogue, expected_generation=before.generation)
 
     async def _announce(self, applied: Applied, actor: KeyId) -> None:
@@ -131,6 +158,12 @@ class CatalogueApplication:
         counts = _counts(applied)
         log.info("catalogue_applied", generation=applied.generation, **counts)
         await self._audit.record("apply", actor=actor, subject=f"generation {applied.generation}", details=counts)
+
+
+def _with_pins(wanted: Catalogue, before: Catalogue) -> Catalogue:
+    """Pins stay as long as there is the model."""
+    pins = {name: pin for name, pin in before.pins.items() if name in wanted.models}
+    return msgspec.structs.replace(wanted, pins=pins)
 
 
 def read_declared(path: Path) -> Declared:

@@ -21,7 +21,7 @@ from services.gateway.operations.call_progress import CallProgress, Counts, may_
 from services.gateway.operations.engine_streams import Produced, produced_by
 from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
-from services.gateway.operations.submission import placed, pool_of, submit_request
+from services.gateway.operations.submission import pool_of, submit_request
 from services.gateway.ports import (
     Admitted,
     EngineRequest,
@@ -199,7 +199,7 @@ class Run:
         attempt.node_id = grant.placements[0].node_id
         self._begin_journal(attempt)
         pending = [index for index, each in enumerate(self._progress) if not each.ended]
-        calls = [placed(self._progress[index].resumed(self.work.calls[index]), grant) for index in pending]
+        calls = [self._progress[index].resumed(self.work.calls[index]) for index in pending]
         timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
         produced = produced_by(self._node_of(attempt, grant), grant.placements[-1], calls, timeout_ms)
         first = asyncio.ensure_future(_next_or_none(produced))

@@ -1,13 +1,10 @@
-"""What the scheduler is told of a request, and what an engine is told of its grant. No I/O."""
-
-from dataclasses import replace
+"""What the scheduler is told of a request. No I/O."""
 
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.scoped_limits import queue_limits
-from services.gateway.ports import EngineRequest, TensorRequest
 
 
 def pool_of(work: Work) -> PoolName:
@@ -35,9 +32,3 @@ def submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int
         fallback_allowed=work.fallback_allowed and attempt.number == 1,
         queue_limits=queue_limits(work),
     )
-
-
-def placed(call: EngineRequest | TensorRequest, grant: wire.Grant) -> EngineRequest | TensorRequest:
-    if isinstance(call, EngineRequest) and call.adapter_digest:
-        return replace(call, adapter_path=grant.adapter_path)
-    return call

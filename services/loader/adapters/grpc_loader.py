@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 import grpc
 
 from roundhouse.errors import CapacityExhausted, InvalidInput
-from roundhouse.vocabulary import Digest, ModelName
+from roundhouse.vocabulary import AdapterName, Digest, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc, vocabulary_pb2
 from services.loader.domain.versions import ModelVersion
+from services.loader.operations.adapters import KEEP_MS, AdapterOrder, Adapters
 from services.loader.operations.admission import NEVER_FITS
 from services.loader.operations.describe import STATES, describe_instance
 from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
@@ -31,6 +32,7 @@ class Handlers:
     prestage: Prestage
     gauge: ProgressGauge
     maintenance: Maintenance
+    adapters: Adapters
 
 
 class LoaderServicer(loading_pb2_grpc.LoaderServicer):
@@ -41,6 +43,7 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
         self._prestage = handlers.prestage
         self._gauge = handlers.gauge
         self._maintenance = handlers.maintenance
+        self._adapters = handlers.adapters
         self._node = node
         self._announcer = announcer
 
@@ -85,6 +88,21 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
         order = UnloadOrder(_version(request.version), request.generation, request.deadline_ms, request.reason)
         self._prestage.cancel(order.version)
         return loading_pb2.EnsureUnloadedReply(was_loaded=await self._orders.ensure_unloaded(order))
+
+    async def EnsureAdapter(  # noqa: N802 - the name in the proto
+        self, request: loading_pb2.EnsureAdapterRequest, context: Any
+    ) -> loading_pb2.EnsureAdapterReply:
+        """Answer where an engine finds an adapter, once it is there and fits."""
+        order = AdapterOrder(
+            AdapterName(request.adapter),
+            Digest(request.digest),
+            TenantId(request.tenant_id),
+            request.triton_model_name,
+            request.deadline_ms,
+        )
+        place = await self._adapters.ensure(order)
+        tier = vocabulary_pb2.TIER_HOST if place.in_host else vocabulary_pb2.TIER_DISK
+        return loading_pb2.EnsureAdapterReply(path=str(place.path), tier=tier, keep_ms=KEEP_MS)
 
     async def DrainNode(  # noqa: N802 - the name in the proto
         self, request: loading_pb2.DrainNodeRequest, context: Any

@@ -21,6 +21,12 @@ _speed = Gauge(
     ["tier"],
     registry=telemetry.REGISTRY,
 )
+_adapters = Gauge(
+    "roundhouse_loader_adapters",
+    "Adapters that the node has on its disk and in host memory, and those that fit no instance here.",
+    ["place"],
+    registry=telemetry.REGISTRY,
+)
 _staging = Gauge(
     "roundhouse_loader_staging_bytes",
     "Bytes of the versions that are being staged now: done, and in all.",
@@ -109,6 +115,9 @@ class PrometheusMeasurements:
             _devices.labels(device.index, "capacity").set(device.capacity)
             _devices.labels(device.index, "resident").set(device.resident)
             _devices.labels(device.index, "reserved").set(device.reserved)
+        _adapters.labels("disk").set(state.adapters.on_disk)
+        _adapters.labels("host").set(state.adapters.in_host)
+        _adapters.labels("refused").set(len(state.adapters.refused))
 
     def not_freed(self, device: int) -> None:
         """See `Measurements.not_freed`."""

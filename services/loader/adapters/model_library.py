@@ -18,9 +18,12 @@ from engines.packaging import (
     maps_file,
     package,
 )
-from roundhouse.catalogue.records import Catalogue, ContentFile, Model
+from roundhouse.catalogue.lora import check_adapter
+from roundhouse.catalogue.records import Adapter, Catalogue, ContentFile, Model
+from roundhouse.catalogue.sizes import model_config
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput, NotFound
+from roundhouse.vocabulary import AdapterName, TenantId
 from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
@@ -50,6 +53,21 @@ class CatalogueLibrary:
     def versions(self) -> Mapping[str, ModelVersion]:
         """See `ModelLibrary.versions`."""
         return self._versions
+
+    def adapter(self, name: AdapterName, tenant_id: TenantId) -> Adapter:
+        """See `ModelLibrary.adapter`."""
+        found = self._catalogue.current.resolve(tenant_id, name)
+        if found is None or found[1] is None:
+            raise NotFound(f"there is no adapter {name}, or this tenant may not use it")
+        return found[1]
+
+    def adapters(self) -> Mapping[AdapterName, Adapter]:
+        """See `ModelLibrary.adapters`."""
+        return self._catalogue.current.adapters
+
+    async def check_adapter(self, weights: Path, base: Model, base_weights: Path) -> None:
+        """See `ModelLibrary.check_adapter`."""
+        await asyncio.to_thread(_check_adapter, weights, base, base_weights)
 
     async def device_bytes(self, model: Model) -> int:
         """See `ModelLibrary.device_bytes`."""
@@ -96,3 +114,8 @@ class CatalogueLibrary:
     def _on_generation(self, catalogue: Catalogue) -> None:
         versions = (ModelVersion(model.name, model.digest) for model in catalogue.models.values())
         self._versions = {triton_model_name(version): version for version in versions}
+
+
+def _check_adapter(weights: Path, base: Model, base_weights: Path) -> None:
+    config = model_config(base_weights) if (base_weights / "config.json").is_file() else None
+    check_adapter(weights, base.engine, config)

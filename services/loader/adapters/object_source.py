@@ -1,12 +1,12 @@
 """Versions in an S3-compatible store or behind an HTTP server that takes ranges, through obstore.
 
 `s3://bucket/prefix` reads its credentials and endpoint from the usual AWS_* variables; `http(s)://host/path` cannot
-list, so the catalogue must name the files. The source is not trusted: every file is hashed on the way to disk. A
-request that brings nothing within the limit is an error, after the library's own retries
-(docs/decisions/0045-sources.md).
+list, so the catalogue must name the files; a token that the loader has for a host goes to that host only, over TLS
+only. The source is not trusted: every file is hashed on the way to disk. A request that brings nothing within the limit
+is an error, after the library's own retries (docs/decisions/0045-sources.md, 0126-addresses-in-the-catalogue.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from threading import Lock
 from typing import Any
@@ -30,8 +30,12 @@ Opener = Callable[[str], ObjectStore]
 class ObjectSource:
     """`WeightSource` for addresses. One client a bucket or host, kept."""
 
-    def __init__(self, stall_ms: int, open_store: Opener | None = None) -> None:
+    def __init__(
+        self, stall_ms: int, open_store: Opener | None = None, *, tokens: Mapping[str, str] | None = None
+    ) -> None:
+        """`tokens`: host (with its port, if it has one) → bearer token."""
         self._stall = timedelta(milliseconds=stall_ms)
+        self._tokens = tokens or {}
         self._open_store = open_store or self._by_scheme
         self._stores: dict[str, ObjectStore] = {}
         self._lock = Lock()
@@ -68,6 +72,7 @@ class ObjectSource:
         retries: Any = {"max_retries": RETRIES, "retry_timeout": self._stall}
         if root.startswith("s3:"):
             return S3Store(urlsplit(root).netloc, client_options=options, retry_config=retries)
+        options |= {"default_headers": headers} if (headers := headers_for(root, self._tokens)) else {}
         return HTTPStore.from_url(root, client_options=options, retry_config=retries)
 
     def _as_error(self, error: Exception, source: str) -> NotFound | Unavailable:
@@ -106,6 +111,13 @@ class ObjectReader:
 
     def close(self) -> None:
         """See `SourceReader.close`."""
+
+
+def headers_for(root: str, tokens: Mapping[str, str]) -> dict[str, str]:
+    """What goes with every request to a server: the token for exactly this host, and never in plain text."""
+    parts = urlsplit(root)
+    token = tokens.get(parts.netloc) if parts.scheme == "https" else None
+    return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def split_address(source: str) -> tuple[str, str]:

@@ -114,6 +114,12 @@ class CacheTiers:
             if not to_host:
                 return
 
+    def promote(self, digest: Digest, priority: Priority) -> None:
+        """Somebody with this priority waits for a version, if it is under way."""
+        staging = self._stagings.find(digest)
+        if staging is not None:
+            staging.promote(priority)
+
     def is_in_host(self, weights: Weights) -> bool:
         """Whether host memory has all that the engine reads from there."""
         return self._node.host.ledger.is_whole(weights.digest)

@@ -24,6 +24,7 @@ STATES: "dict[State, vocabulary_pb2.InstanceState.ValueType]" = {
 }
 """REGISTERED has none: the node has nothing of the version, so it is not listed."""
 
+MISFITS_TOLD = 20  # a guess: enough to see what is wrong; the state goes out twice a second
 _UNLISTED = (State.REGISTERED, State.ADMITTING)
 _NOT_PLACED = (State.STAGED, State.FAILED)
 
@@ -73,6 +74,21 @@ def describe(
         ],
         device_count=len(node.device.devices),
         devices=[_device(node.device, each) for each in node.device.devices],
+        adapters=_adapters(node),
+    )
+
+
+def _adapters(node: Node) -> loading_pb2.AdapterState:
+    stock = node.adapters
+    last = list(stock.misfits.values())[-MISFITS_TOLD:]
+    return loading_pb2.AdapterState(
+        on_disk=len(stock.declared & node.on_disk.keys()),
+        in_host=len(stock.shelved),
+        host_capacity=stock.host.capacity,
+        host_resident=stock.host.resident,
+        refused=[
+            loading_pb2.RefusedAdapter(adapter=each.adapter, base=each.base.model, reason=each.reason) for each in last
+        ],
     )
 
 

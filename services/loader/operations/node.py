@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from roundhouse.catalogue.records import ContentFile, Model
 from roundhouse.errors import RoundhouseError
-from roundhouse.vocabulary import Digest
+from roundhouse.vocabulary import AdapterName, Digest
 from services.loader.domain.contents import ContentLedger
 from services.loader.domain.device_ledger import DeviceLedger, Site
 from services.loader.domain.devices import Device
 from services.loader.domain.host_arena import HostArena
 from services.loader.domain.instance import Instance
+from services.loader.domain.memory_ledger import MemoryLedger
 from services.loader.domain.rates import Rates
 from services.loader.domain.sites import Need
 from services.loader.domain.versions import ModelVersion, triton_model_name
@@ -98,6 +99,31 @@ class Residence:
         return Need.of(self.instance.version, self.device_bytes, len(self.site) or self.count)
 
 
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """An adapter that cannot be used on a base: known, so that it is not fetched and looked at again."""
+
+    adapter: AdapterName
+    base: ModelVersion
+    reason: str
+
+
+@dataclass(slots=True)
+class AdapterStock:
+    """What this node has of adapters beside the account of its disk."""
+
+    host: MemoryLedger[Digest] = field(default_factory=lambda: MemoryLedger(0))
+    used_ms: dict[Digest, int] = field(default_factory=dict)
+    shelved: set[Digest] = field(default_factory=set)
+    """In host memory, whole and not about to leave."""
+    kept_until_ms: dict[Digest, int] = field(default_factory=dict)
+    """Promised to be where somebody was told that they are."""
+    declared: frozenset[Digest] = frozenset()
+    """Of the catalogue."""
+    misfits: dict[tuple[Digest, Digest], Misfit] = field(default_factory=dict)
+    """By digest of the adapter and of the base."""
+
+
 @dataclass(slots=True)
 class Node:
     """The aggregate of one node."""
@@ -106,6 +132,7 @@ class Node:
     disk: ContentLedger
     host: HostArena = field(default_factory=lambda: HostArena(ContentLedger(0)))
     residences: dict[ModelVersion, Residence] = field(default_factory=dict)
+    adapters: AdapterStock = field(default_factory=AdapterStock)
     on_disk: dict[Digest, CachedVersion] = field(default_factory=dict)
     disk_used_ms: dict[Digest, int] = field(default_factory=dict)
     host_used_ms: dict[Digest, int] = field(default_factory=dict)
@@ -161,10 +188,10 @@ class Node:
         return 0 if home.model.device_bytes else self.measured.get((home.instance.version, home.count), 0)
 
     def digests_in_use(self) -> frozenset[Digest]:
-        """Weights that are loaded or being loaded."""
-        return frozenset(
+        """Weights that are loaded or being loaded, and adapters that an engine was just told of."""
+        return frozenset(self.adapters.kept_until_ms) | {
             version.digest for version, home in self.residences.items() if not home.instance.state.is_at_rest
-        )
+        }
 
     def sharing(self, digest: Digest) -> Iterable[Residence]:
         """Every residence with these weights."""

@@ -2,8 +2,7 @@
 
 from google.protobuf.message import DecodeError
 
-from roundhouse.catalogue.records import Catalogue
-from roundhouse.vocabulary import AdapterName, Outcome
+from roundhouse.vocabulary import Outcome
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from roundhouse.wire.v1 import usage_pb2
 from services.scheduler.domain.records import AttemptId, RefusalReason, Standing, Ticket, Tokens, VersionKey
@@ -29,11 +28,11 @@ def request_of(ticket: Ticket) -> wire.SubmitRequest:
         raise ValueError(f"the payload of {ticket.attempt} cannot be read") from error
 
 
-def delivery(ticket: Ticket, catalogue: Catalogue) -> wire.GrantDelivery:
+def delivery(ticket: Ticket) -> wire.GrantDelivery:
     """The grant or the rejection of a ticket."""
     request = request_of(ticket)
     if ticket.standing is Standing.GRANTED:
-        return wire.GrantDelivery(grant=_grant(ticket, request, catalogue))
+        return wire.GrantDelivery(grant=_grant(ticket, request))
     reason = RefusalReason(ticket.reason)
     refused = wire.Refused(reason=_REASONS[reason], message=ticket.message or _TEXTS.get(reason, ""))
     return wire.GrantDelivery(
@@ -41,8 +40,7 @@ def delivery(ticket: Ticket, catalogue: Catalogue) -> wire.GrantDelivery:
     )
 
 
-def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) -> wire.Grant:
-    adapter = catalogue.adapters.get(AdapterName(request.adapter)) if request.adapter else None
+def _grant(ticket: Ticket, request: wire.SubmitRequest) -> wire.Grant:
     waits = places.waits(ticket)
     return wire.Grant(
         request_id=request.request_id,
@@ -53,7 +51,6 @@ def _grant(ticket: Ticket, request: wire.SubmitRequest, catalogue: Catalogue) ->
         queue_ms=waits.queue_ms,
         stage_ms=waits.stage_ms,
         load_ms=waits.load_ms,
-        adapter_path=adapter.source_path if adapter else "",
     )
 
 

@@ -181,7 +181,7 @@ class Dispatcher:
         if ticket.standing is Standing.GRANTED and ticket.lease_expires_ms <= self._clock.now_ms():
             return  # this process slept: the lease has been settled by another, and the request must not run now
         gateway_id = GatewayId(deliveries.request_of(ticket).gateway_id)
-        message = deliveries.delivery(ticket, self._pools.catalogue.current)
+        message = deliveries.delivery(ticket)
         answer = await self._gateways.deliver(gateway_id, message)
         if ticket.standing is Standing.GRANTED and not answer.wanted:
             ending = Ending(ticket.attempt, Outcome.CANCELLED)  # its client left: the slot is free at once

@@ -119,13 +119,14 @@ class Pools:
 
     def specs(self, pool: PoolName) -> dict[VersionKey, VersionSpec]:
         """The catalogue's current versions that live in a pool."""
-        models = (model for model in self.catalogue.current.models.values() if model.pool == pool)
+        catalogue = self.catalogue.current
+        models = (model for model in catalogue.models.values() if model.pool == pool)
         return {
             (key := version_key(model.name, model.digest)): VersionSpec(
                 key,
                 model.device_bytes,
-                model.pinned,
-                model.min_replicas,
+                catalogue.is_pinned(model),
+                catalogue.least_replicas(model),
                 model.tensor_parallel,
                 start_slo_ms=model.ttft_slo_ms,
             )
@@ -196,6 +197,7 @@ class Pools:
             triton_grpc_address=state.triton_grpc_address,
             triton_model_name=next(names, ""),
             kvstore_address=state.kvstore_address,
+            loader_address=state.loader_address,
         )
 
 

@@ -164,3 +164,19 @@ async def test_what_there_is_is_shown(desk: Desk) -> None:
     assert "registered" in listed.out
     refused = await desk.run("models", "load", "m")
     assert (refused.code, "no node" in refused.err) == (1, True)
+
+
+async def test_an_address_is_declared_and_a_model_pinned(desk: Desk, tmp_path: Path) -> None:
+    """`files` prints what a declaration of an address needs; pins are taken, those of the declaration stay."""
+    root = write_models(tmp_path)
+    file = root / "catalogue.yaml"
+    listed = await desk.run("files", str(root / "adapters" / "chat-acme"))
+    indented = "".join(f"      {line}\n" for line in listed.out.splitlines())
+    file.write_text(f"{GOOD}  - name: far\n    base: chat\n    source:\n      path: https://host/far\n{indented}")
+    applied = await desk.run("apply", "-f", str(file))
+    assert (applied.code, "far" in applied.out) == (0, True), applied.err
+    pinned = await desk.run("models", "pin", "tagger", "--replicas", "2")
+    assert (pinned.code, "2 replicas" in pinned.out) == (0, True)
+    refused = await desk.run("models", "unpin", "chat")
+    assert (refused.code, "change its `residency`" in refused.err) == (1, True)
+    assert (await desk.run("adapters", "list")).code == 0

@@ -18,7 +18,7 @@ from roundhouse.errors import InvalidInput, NotFound, Unavailable
 from roundhouse.vocabulary import Digest
 from services.loader.adapters.direct_io import CHUNK_BYTES
 from services.loader.adapters.disk_cache import DiskCache
-from services.loader.adapters.object_source import PART_BYTES, ObjectSource
+from services.loader.adapters.object_source import PART_BYTES, ObjectSource, headers_for
 from services.loader.domain.staging_priority import Priority
 from services.loader.operations.traffic import Traffic
 from services.loader.ports import CachedVersion, StageRequest
@@ -138,3 +138,22 @@ async def test_other_content_under_the_name_is_refused(cache: DiskCache, version
         await stage(cache, "s3://bucket/models/m", digest, files)
     with pytest.raises(NotFound):
         await stage(cache, "s3://bucket/models/gone", digest, files)
+
+
+def test_a_token_goes_to_its_host_over_tls_only() -> None:
+    """Another host, another port, plain text: no token. What is no pair is left out."""
+    tokens = {"host": "secret", "other:8443": "second"}
+    assert headers_for("https://host", tokens) == {"authorization": "Bearer secret"}
+    assert headers_for("https://other:8443", tokens) == {"authorization": "Bearer second"}
+    for root in ("http://host", "https://host:8443", "https://other", "https://host.evil"):
+        assert headers_for(root, tokens) == {}
+
+
+async def test_an_opened_server_gets_the_token(tmp_path: Path) -> None:
+    """The library takes the header: opening an address of a host with a token raises nothing."""
+    source = ObjectSource(STALL_MS, tokens={"127.0.0.1:1": "secret"})
+    file = ContentFile(name="a", size=1, sha256="0" * 64)
+    reader = source.open("https://127.0.0.1:1/m", file)
+    with pytest.raises(Unavailable) as refused:
+        reader.read_into(memoryview(bytearray(1)), 0)
+    assert "secret" not in refused.value.message

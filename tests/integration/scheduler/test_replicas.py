@@ -117,6 +117,11 @@ class _GrpcLoader(loading_pb2_grpc.LoaderServicer):
     async def ResumeNode(self, request: loading_pb2.ResumeNodeRequest, context: Any) -> loading_pb2.NodeState:
         raise AssertionError("the scheduler never asks for this")
 
+    async def EnsureAdapter(
+        self, request: loading_pb2.EnsureAdapterRequest, context: Any
+    ) -> loading_pb2.EnsureAdapterReply:
+        raise AssertionError("the scheduler never asks for this")
+
     async def GetNodeState(self, request: loading_pb2.GetNodeStateRequest, context: Any) -> loading_pb2.NodeState:
         return self._node.state()
 

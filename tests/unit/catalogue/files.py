@@ -5,6 +5,7 @@ from pathlib import Path
 
 CONFIG = {
     "hidden_size": 8,
+    "intermediate_size": 16,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "num_hidden_layers": 3,
@@ -47,9 +48,24 @@ def write_models(root: Path) -> Path:
     """Every file that `GOOD` names, below `root`; returns `root`."""
     checkpoint(root / "models" / "chat")
     (root / "models" / "tagger.onnx").write_bytes(b"o" * 1_000)
-    (root / "adapters" / "chat-acme").mkdir(parents=True)
-    (root / "adapters" / "chat-acme" / "adapter_config.json").write_text("{}")
+    lora(root / "adapters" / "chat-acme")
     return root
+
+
+def lora(folder: Path, *, rank: int = 2, inputs: int = 8, layer: int = 0, **settings: object) -> Path:
+    """An adapter on the query projection of one layer of `checkpoint`: A is [2, 8], B is [8, 2]. Zeros."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+    shapes = {f"{prefix}A.weight": (rank, inputs), f"{prefix}B.weight": (8, rank)}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * shape[0] * shape[1]
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    return folder
 
 
 def checkpoint(folder: Path, *, fill: bytes = b"\0") -> Path:

@@ -10,10 +10,10 @@ from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.assembly import FileReading
 from roundhouse.catalogue.digests import DigestCache
 from roundhouse.catalogue.problems import DeclarationRefused
-from roundhouse.catalogue.records import Catalogue
-from roundhouse.errors import Conflict, Unavailable
+from roundhouse.catalogue.records import Catalogue, Pin
+from roundhouse.errors import Conflict, NotFound, Unavailable
 from roundhouse.event_bus import Message
-from roundhouse.vocabulary import KeyId
+from roundhouse.vocabulary import KeyId, ModelName
 from roundhouse.wire.v1 import events_pb2
 from services.gateway.operations.apply import CatalogueApplication, Declared, read_declared
 from tests.fakes.catalogue import FixedCatalogue, InMemoryCatalogueStore
@@ -201,3 +201,48 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         read_declared(tmp_path / "latin.yaml")
     (tmp_path / "good.yaml").write_text(GOOD)
     assert read_declared(tmp_path / "good.yaml").base_dir == tmp_path
+
+
+async def test_a_pin_holds_over_the_next_declarations(bench: Bench) -> None:
+    """`tagger` is pinned by hand (generation 2); another apply keeps that; unpinned, it is as declared."""
+    await bench.operation.apply(bench.declared(), actor=ROOT)
+    for _ in range(2):  # the second changes nothing
+        await bench.operation.pin("tagger", Pin(min_replicas=2), actor=ROOT)
+    await bench.operation.apply(bench.declared(GOOD.replace("weight: 2", "weight: 3")), actor=ROOT)
+    current = await stored(bench)
+    tagger = current.models[ModelName("tagger")]
+    assert (current.generation, current.is_pinned(tagger), current.least_replicas(tagger)) == (3, True, 2)
+    again = await bench.operation.apply(bench.declared(GOOD.replace("weight: 2", "weight: 3")), actor=ROOT)
+    assert again.unchanged
+    assert not (await bench.operation.pin("tagger", None, actor=ROOT)).unchanged
+    current = await stored(bench)
+    assert not current.is_pinned(current.models[ModelName("tagger")])
+    assert [event.what for event in bench.audited() if "pin" in event.what] == ["pin", "unpin"]
+
+
+async def test_what_the_declaration_pins_only_the_declaration_lets_go(bench: Bench) -> None:
+    """`chat` is declared as pinned: the refusal says where to change it. An unknown model is not there."""
+    await bench.operation.apply(bench.declared(), actor=ROOT)
+    with pytest.raises(Conflict, match="change its `residency`"):
+        await bench.operation.pin("chat", None, actor=ROOT)
+    with pytest.raises(NotFound):
+        await bench.operation.pin("none", Pin(), actor=ROOT)
+
+
+async def test_a_pin_goes_with_its_model(bench: Bench) -> None:
+    """A declaration without the model takes the pin away, and says so."""
+    await bench.operation.apply(bench.declared(), actor=ROOT)
+    await bench.operation.pin("tagger", Pin(), actor=ROOT)
+    text = GOOD[: GOOD.index("  - name: tagger")] + GOOD[GOOD.index("adapters:") :]
+    applied = await bench.operation.apply(bench.declared(text), actor=ROOT)
+    assert {(change.action, change.kind, change.name) for change in applied.changes} == {
+        ("removed", "model", "tagger"),
+        ("removed", "pin", "tagger"),
+    }
+
+
+async def stored(bench: Bench) -> Catalogue:
+    """The generation in force."""
+    found = await bench.store.get()
+    assert found is not None
+    return found.catalogue
