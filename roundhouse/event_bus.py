@@ -216,11 +216,12 @@ class NatsBus:
         return running
 
     async def ensure_streams(self) -> None:
-        """Create the USAGE, BILLING and AUDIT streams where they are missing. Idempotent."""
+        """Create the USAGE, BILLING, AUDIT and ERASURES streams where they are missing. Idempotent."""
         for name, pattern in (
             (subjects.USAGE_STREAM, subjects.USAGE_SUBJECTS),
             (subjects.BILLING_STREAM, subjects.BILLING_SUBJECTS),
             (subjects.AUDIT_STREAM, subjects.AUDIT_SUBJECTS),
+            (subjects.ERASURES_STREAM, subjects.ERASURES),
         ):
             config = StreamConfig(
                 name=name, subjects=[pattern], storage=StorageType.FILE, retention=RetentionPolicy.LIMITS

@@ -26,7 +26,8 @@ def erase_cache(
 ) -> None:
     """Drop and overwrite every cached block of a tenant on every node, and count what is left: 0.
 
-    Exit code 1 if a node could not do it: ask again. Requests of the tenant that run meanwhile may store new blocks.
+    Exit code 1 if a node could not do it: ask again. A node that is away does it when it is back, and tells the audit
+    stream. Requests of the tenant that run meanwhile may store new blocks.
     """
     with refusals_told():
         answer = open_api(admin_url, admin_key).post(f"/tenants/{part(tenant)}/erase-cache")

@@ -6,7 +6,7 @@ served all the same, nobody hears of them, and readiness says so.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from roundhouse import telemetry
+from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.clock import Clock, SystemClock
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus, NatsBus
@@ -21,6 +22,7 @@ from roundhouse.grpc_edge import GrpcServer
 from roundhouse.lifecycle import Application, Lifecycle
 from roundhouse.ops_server import Readiness, serve_ops
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
+from services.kvstore.adapters.erasure_stream import MarkFile, StreamedOrders
 from services.kvstore.adapters.grpc_peers import GrpcPeers
 from services.kvstore.adapters.grpc_servicer import SERVICE_NAME, KvStoreServicer, NodeParts
 from services.kvstore.adapters.metrics import Counts, table_metrics
@@ -38,6 +40,7 @@ from services.kvstore.operations.announce_changes import ChangeAnnouncer
 from services.kvstore.operations.disk_tier import READ_LANES, DiskParts, DiskTier
 from services.kvstore.operations.fetch_blocks import PeerTier
 from services.kvstore.operations.follow_peers import PeerFollower
+from services.kvstore.operations.late_erasures import LateErasures
 from services.kvstore.operations.send_blocks import PeerService
 from services.kvstore.operations.serve_blocks import BlockService
 from services.kvstore.ports import BlockArena, DiskFault, PeerTransport
@@ -45,6 +48,7 @@ from services.kvstore.settings import KvStoreSettings
 
 log = structlog.get_logger(__name__)
 
+ERASURES_INTERVAL_MS = 5_000  # between two looks for erasures that this node was not asked for; one small request each
 EXPIRY_INTERVAL_MS = 100  # how long memory of a dead client stays held after its lease, if nobody calls meanwhile
 ANNOUNCE_INTERVAL_MS = 100  # placement may lag this far behind; one message a turn instead of one a block
 REPEAT_INTERVAL_MS = 5_000  # a follower that lost the last message of a quiet node learns of it within this time
@@ -122,6 +126,29 @@ def _disk_key(path: str) -> bytes:
         raise Unavailable(f"the key of the disk cannot be read from {path}") from error
 
 
+def _late_erasures(
+    settings: KvStoreSettings, link: _BusLink, service: BlockService, clock: Clock, has_disk: bool
+) -> Callable[[], Awaitable[None]]:
+    """A turn that carries out what was ordered while this node was away, once there is a bus with streams."""
+    mark = MarkFile(Path(settings.data_dir) / "erasures-read" if has_disk else None)
+    erasures: LateErasures | None = None
+
+    async def tell(tenant: str, blocks: int) -> None:
+        if link.bus is not None:
+            details = {"node": settings.node_id, "blocks": str(blocks), "blocks_left": "0"}
+            audit = BusAuditTrail(link.bus, clock)
+            await audit.record("cache_erased", actor=f"kvstore/{settings.node_id}", subject=tenant, details=details)
+
+    async def turn() -> None:
+        nonlocal erasures
+        if erasures is None and isinstance(link.bus, NatsBus):
+            erasures = LateErasures(service, StreamedOrders(link.bus), mark, tell)
+        if erasures is not None:
+            await erasures.catch_up()
+
+    return turn
+
+
 def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock: Clock | None = None) -> Application:
     """The kvstore of one node. Tests may pass a bus and a clock. Starting raises Unavailable (arena, port)."""
 
@@ -160,7 +187,9 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
                 await link.connect()
                 if link.bus is not None:
                     await follower.start(link.bus)
+                await erase_late()
 
+            erase_late = _late_erasures(settings, link, service, now, disk is not None)
             lifecycle.spawn(follow(), "bus")
             readiness = Readiness("nats")
 
@@ -171,6 +200,7 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
 
             if disk is not None:
                 lifecycle.every(WRITE_INTERVAL_MS, disk.write_turn, "write blocks to disk")
+            lifecycle.every(ERASURES_INTERVAL_MS, erase_late, "erase what was ordered meanwhile")
             lifecycle.every(EXPIRY_INTERVAL_MS, service.expire_leases, "expire leases")
             lifecycle.every(ANNOUNCE_INTERVAL_MS, announce, "announce blocks")
             lifecycle.every(REPEAT_INTERVAL_MS, lambda: announcer.repeat(link.bus), "repeat the sequence")

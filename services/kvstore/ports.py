@@ -3,7 +3,7 @@
 `tests/contract/test_block_arena.py` holds the fake and the real arena to one contract.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -138,6 +138,28 @@ class Landing(Protocol):
 
     def landed(self) -> None:
         """The bytes of the block begun last are all there."""
+        ...
+
+
+class ErasureOrders(Protocol):
+    """The erasures that operators have ordered, numbered from 1."""
+
+    async def after(self, sequence: int) -> tuple[int, Mapping[bytes, str]]:
+        """The newest number, and tenants by the SHA-256 of their salts that were ordered after `sequence`.
+
+        Raises Unavailable."""
+        ...
+
+
+class ErasureMark(Protocol):
+    """How far a node has carried them out."""
+
+    def load(self) -> int:
+        """0 = nothing yet."""
+        ...
+
+    def save(self, sequence: int) -> None:
+        """Never raises: what is not kept is done again."""
         ...
 
 

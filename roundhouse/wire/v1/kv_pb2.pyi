@@ -435,6 +435,34 @@ class EraseSaltReply(_message.Message):
 Global___EraseSaltReply: _TypeAlias = EraseSaltReply  # noqa: Y015
 
 @_typing.final
+class ErasureOrder(_message.Message):
+    """rh.v1.erasures (JetStream ERASURES): a tenant's blocks are to go from every node, also one that is away now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    SALT_HASH_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_MS_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    salt_hash: _builtins.bytes
+    """SHA-256 of the tenant's salt"""
+    time_unix_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        salt_hash: _builtins.bytes = ...,
+        time_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["salt_hash", b"salt_hash", "tenant_id", b"tenant_id", "time_unix_ms", b"time_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ErasureOrder: _TypeAlias = ErasureOrder  # noqa: Y015
+
+@_typing.final
 class GetStatisticsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

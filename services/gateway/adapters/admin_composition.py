@@ -18,7 +18,7 @@ from roundhouse.catalogue.store import CatalogueStore, CatalogueView
 from roundhouse.clock import Clock
 from roundhouse.event_bus import EventBus
 from services.gateway.adapters.admin_api import AdminServices
-from services.gateway.adapters.admin_caches import GrpcNodeCaches
+from services.gateway.adapters.admin_caches import GrpcNodeCaches, StreamedErasures
 from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admin_metering import MeteringProxy
@@ -73,7 +73,9 @@ async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
                 usage=HttpUsageQueries(metering),
                 metering=MeteringProxy(metering),
                 clock=parts.clock,
-                erasing=CacheErasure(parts.cluster, nodes, GrpcNodeCaches(), audit),
+                erasing=CacheErasure(
+                    parts.cluster, nodes, GrpcNodeCaches(), StreamedErasures(parts.bus, parts.clock), audit
+                ),
                 stored=StoredErasure(
                     RedisAnswerStore(parts.redis), await batch_operations(parts.bus, parts.clock), audit
                 ),

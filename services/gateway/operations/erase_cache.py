@@ -7,6 +7,7 @@ device memory, which goes with its requests, and responses, which are kept nowhe
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Protocol
 
 from roundhouse.block_keys import tenant_salt
@@ -33,6 +34,14 @@ class NodeCaches(Protocol):
         ...
 
 
+class ErasureOrders(Protocol):
+    """Orders for nodes that are away."""
+
+    async def order(self, tenant: str, salt_hash: bytes) -> None:
+        """Keep one for good. Raises Unavailable."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ErasedOnNode:
     """One node's outcome; `error` is empty if it answered."""
@@ -46,19 +55,24 @@ class ErasedOnNode:
 class CacheErasure:
     """One cluster's caches. `cluster` is what the gateway makes salts with."""
 
-    def __init__(self, cluster: str, nodes: NodeStates, caches: NodeCaches, audit: AuditTrail) -> None:
+    def __init__(
+        self, cluster: str, nodes: NodeStates, caches: NodeCaches, orders: ErasureOrders, audit: AuditTrail
+    ) -> None:
         self._cluster = cluster
+        self._orders = orders
         self._nodes = nodes
         self._caches = caches
         self._audit = audit
 
     async def erase(self, tenant: str, *, actor: KeyId) -> Sequence[ErasedOnNode]:
         """Ask every node that is alive, at once. Idempotent, also for a tenant that is no more. Raises InvalidInput,
-        Unavailable (nobody knows the nodes). A node that is away is not in the answer: ask again when it is back.
+        Unavailable (nobody knows the nodes, or the order cannot be kept: nothing was asked then). A node that is away
+        is not in the answer: it finds the order when it is back, and tells the audit stream.
         """
         if not tenant:
             raise InvalidInput("names a tenant", param="tenant")
         salt = tenant_salt(self._cluster, tenant)
+        await self._orders.order(tenant, sha256(salt).digest())
         states = [state for state in await self._nodes.all() if state.kvstore_address]
         places = dict.fromkeys((state.kvstore_address, state.node_id) for state in states)
         outcomes = await asyncio.gather(*(self._erase_on(node_id, address, salt) for address, node_id in places))

@@ -128,6 +128,10 @@ class BlockTable:
         """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
         return [block.place() for block in self._by_offset.values() if block.salt == salt]
 
+    def salts(self) -> tuple[bytes, ...]:
+        """Every salt that has blocks here, also ones being written."""
+        return self._salts.salts()
+
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt in the table, also those being written, and their bytes."""
         keys = self._salts.keys(salt)

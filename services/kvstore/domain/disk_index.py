@@ -189,6 +189,10 @@ class DiskIndex:
         gone, self._gone = self._gone, []
         return gone
 
+    def salts(self) -> tuple[bytes, ...]:
+        """Every salt that has blocks here."""
+        return tuple(self._salts)
+
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt, and the bytes they take."""
         return len(self._salts.get(salt, ())), self._salt_bytes.get(salt, 0)

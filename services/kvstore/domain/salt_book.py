@@ -16,6 +16,10 @@ class SaltBook:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def salts(self) -> tuple[bytes, ...]:
+        """Who has something."""
+        return tuple(self._keys)
+
     def keys(self, salt: bytes) -> Collection[bytes]:
         """Blocks of a salt, in order of coming."""
         return self._keys.get(salt, {}).keys()

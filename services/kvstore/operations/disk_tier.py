@@ -135,6 +135,10 @@ class DiskTier:
         """How many of `keys` after the first `have` lie here, in a run."""
         return len(self._index.run(salt, keys, have, shared))
 
+    def salts(self) -> tuple[bytes, ...]:
+        """Every salt that has blocks on disk."""
+        return self._index.salts()
+
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt on disk, and the bytes they take there."""
         return self._index.usage(salt)

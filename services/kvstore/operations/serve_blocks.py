@@ -148,6 +148,11 @@ class BlockService:
                 raise Unavailable("blocks on disk could not be erased") from fault
         return Erased(erased.blocks + on_disk, erased.bytes_dropped, sum(self.usage(salt)[::2]))
 
+    def salts(self) -> tuple[bytes, ...]:
+        """Every salt that has blocks in any tier."""
+        on_disk = self._disk.salts() if self._disk is not None else ()
+        return tuple(dict.fromkeys((*self._table.salts(), *on_disk)))
+
     def usage(self, salt: bytes) -> tuple[int, int, int, int]:
         """Of one salt: blocks and bytes in memory, blocks and bytes on disk."""
         return (*self._table.usage(salt), *(self._disk.usage(salt) if self._disk is not None else (0, 0)))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from engines.reference.kvstore_client import KvStoreClient
-from roundhouse.wire.v1 import kv_pb2
-from services.gateway.adapters.admin_caches import GrpcNodeCaches
+from roundhouse import subjects
+from roundhouse.block_keys import tenant_salt
+from roundhouse.clock import SystemClock
+from roundhouse.event_bus import Message, connect_bus
+from roundhouse.wire.v1 import events_pb2, kv_pb2
+from services.gateway.adapters.admin_caches import GrpcNodeCaches, StreamedErasures
 from tests.integration.kvstore.kvstore_process import KvStoreProcess, eventually
 from tests.integration.kvstore.test_two_clients import ONE, SHAPE, TWO, blocks, found, keys, store
 
@@ -63,3 +69,55 @@ async def test_an_erased_tenant_counts_nothing_in_any_tier(with_disk: KvStorePro
     with_disk.kill()
     with_disk.start()
     assert (on_disk(with_disk, ONE), on_disk(with_disk, TWO)) == (0, 3)
+
+
+async def test_a_node_that_was_away_forgets_the_tenant_when_it_is_back(tmp_path: Path, nats_url: str) -> None:
+    """It has 3 used blocks of two tenants on disk and is killed; the tenant is erased meanwhile, by an order that
+    outlives everybody. Started again it drops them by itself, says so in the audit stream, and the other tenant's stay.
+    What the tenant stores after that stays too, also over the next restart."""
+    bus = await connect_bus(nats_url, name="test")
+    told: list[events_pb2.AuditEvent] = []
+
+    async def hear(message: Message) -> None:
+        told.append(events_pb2.AuditEvent.FromString(message.data))
+
+    await bus.subscribe(subjects.audit("cache_erased"), hear)
+    process = KvStoreProcess(tmp_path, data_dir=tmp_path / "data", nats_url=nats_url, node_id="away")
+    salts = one, two = tenant_salt("here", f"one-{tmp_path.name}"), tenant_salt("here", f"two-{tmp_path.name}")
+
+    def stored(salt: bytes) -> None:
+        client = KvStoreClient(process.address, SHAPE, b"model")
+        assert client.wait_until_mapped(30)
+        store(client, salt, keys(salt, 3), blocks(3))
+        assert len(found(client, salt, keys(salt, 3))) == 3
+        eventually(lambda: on_disk(process, salt) == 3)
+        client.close()
+
+    try:
+        process.start()
+        for salt in salts:
+            await asyncio.to_thread(stored, salt)
+        process.kill()
+        await StreamedErasures(bus, SystemClock()).order("acme", sha256(one).digest())
+        process.start()
+        await asyncio.to_thread(eventually, lambda: on_disk(process, one) == 0, within_s=30)
+        assert on_disk(process, two) == 3
+        async with asyncio.timeout(30):
+            while not told:
+                await bus.client.flush()
+        assert (told[0].actor, told[0].subject, told[0].details["blocks_left"]) == ("kvstore/away", "acme", "0")
+        await asyncio.to_thread(stored, one)
+        process.kill()
+        process.start()
+        await asyncio.to_thread(found_again, process, one)
+    finally:
+        process.close()
+        await bus.close()
+
+
+def found_again(process: KvStoreProcess, salt: bytes) -> None:
+    """The blocks are read from disk."""
+    client = KvStoreClient(process.address, SHAPE, b"model")
+    assert client.wait_until_mapped(30)
+    eventually(lambda: len(found(client, salt, keys(salt, 3))) == 3, within_s=30)
+    client.close()

@@ -15,6 +15,7 @@ from roundhouse.event_bus import Message
 from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.adapters.admin_api import AdminServices, admin_app
+from services.gateway.adapters.admin_caches import StreamedErasures
 from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_metering import MeteringProxy
 from services.gateway.adapters.admin_nodes import BusNodeStates
@@ -131,7 +132,7 @@ class World:
             nodes=self.nodes,
             usage=EchoingUsage(),
             clock=self.clock,
-            erasing=CacheErasure("cluster", self.nodes, self.caches, audit),
+            erasing=CacheErasure("cluster", self.nodes, self.caches, StreamedErasures(self.bus, self.clock), audit),
             stored=StoredErasure(self.answers, None, audit),
             metering=MeteringProxy(httpx.AsyncClient(base_url="http://metering")),  # sends nothing until it is called
         )

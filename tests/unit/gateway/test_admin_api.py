@@ -1,13 +1,15 @@
 """The admin API over fakes: who may call what, and what it answers."""
 
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from roundhouse import subjects
 from roundhouse.block_keys import tenant_salt
 from roundhouse.vocabulary import KeyId
-from roundhouse.wire.v1 import loading_pb2
+from roundhouse.wire.v1 import kv_pb2, loading_pb2
 from services.gateway.adapters.admin_nodes import ALIVE_MS
 from services.gateway.domain.idempotency import Claimed, Differs
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
@@ -243,6 +245,20 @@ async def test_a_tenants_cache_is_erased_on_every_node(world: World) -> None:
         ("n2", 3, 0),
     ]
     assert world.caches.asked == [("n1:2", tenant_salt("cluster", ACME)), ("n2:2", tenant_salt("cluster", ACME))]
+
+
+async def test_an_erasure_is_also_an_order_for_nodes_that_are_away(world: World) -> None:
+    """It is in the stream before any node is asked, with the hash of the salt and not the salt; without the stream
+    nobody is asked, since a node that is away would keep the blocks for good."""
+    await world.say("n1")
+    await world.call("POST", f"/tenants/{ACME}/erase-cache")
+    durable = world.bus.durable.values()
+    [order] = [kv_pb2.ErasureOrder.FromString(data) for subject, data in durable if subject == subjects.ERASURES]
+    assert (order.tenant_id, order.salt_hash) == (ACME, sha256(tenant_salt("cluster", ACME)).digest())
+    world.caches.asked.clear()
+    world.bus.connected = False
+    assert (await world.call("POST", f"/tenants/{ACME}/erase-cache")).status_code == 503
+    assert world.caches.asked == []
 
 
 async def test_a_cache_that_could_not_be_erased_is_named(world: World) -> None:
