@@ -103,7 +103,7 @@ class _Loader:
         stall_ms = round(settings.source_stall_seconds * 1000)
         self._cache = DiskCache(settings.cache_dir, self._clock, ObjectSource(stall_ms, tokens=settings.tokens_by_host))
         self._arena = SharedArena(settings.arena_path, settings.host_bytes)
-        self._stagings = Stagings(self._clock, stall_ms)
+        self._stagings = Stagings(self._clock, stall_ms, settings.staging_bytes_per_second)
         self._gauge = ProgressGauge(self.node, self._stagings, self._clock)
         self._library = CatalogueLibrary(catalogue, settings.kvstore_address)
         self._audit = BusAuditTrail(bus, node_id, self._clock)

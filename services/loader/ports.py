@@ -104,8 +104,10 @@ class Lane(Protocol):
         """Whether bytes may move now."""
         ...
 
-    def wait_in_thread(self) -> None:
-        """Block this thread until the next chunk may move. Raises Unavailable: nobody wants it any more."""
+    def wait_in_thread(self, size: int = 0) -> None:
+        """Block this thread until the next chunk, of so many bytes, may move.
+
+        Raises Unavailable: nobody wants it any more."""
         ...
 
 

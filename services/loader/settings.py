@@ -47,6 +47,9 @@ class LoaderSettings(ServiceSettings):
     host_prefault: bool = Field(
         default=False, description="touch all of the host arena at start, so that the first loads are fast too"
     )
+    staging_bytes_per_second: int = Field(
+        default=0, ge=0, description="the most that staging moves while no request waits for it; 0 = no limit"
+    )
     adapter_host_bytes: int = Field(
         default=256 * 1024**2, ge=0, description="bytes of host memory for adapters, beside the arena; 0 = none"
     )

@@ -31,7 +31,7 @@ from roundhouse.clock import Clock
 from roundhouse.errors import InvalidInput, RoundhouseError, Unavailable
 from roundhouse.vocabulary import Digest
 from services.loader.adapters.cache_manifest import Manifest, ManifestFile, hex_of, read_manifest, write_synced
-from services.loader.adapters.file_copy import Gate, fetch
+from services.loader.adapters.file_copy import fetch
 from services.loader.adapters.folder_source import FolderSource
 from services.loader.ports import CachedVersion, FoundOnDisk, Interrupted, Lane, StageRequest, WeightSource
 
@@ -188,7 +188,7 @@ class DiskCache:
 
         def fetch_one(file: ContentFile) -> FileEntry | None:
             try:
-                key = self._ensure(source, request, file, counter.gate)
+                key = self._ensure(source, request, file, counter)
                 made.append(key)
                 return FileEntry(file.name, file.size, bytes.fromhex(key))
             except (RoundhouseError, OSError) as error:
@@ -203,14 +203,14 @@ class DiskCache:
             raise counter.failure
         return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.name)
 
-    def _ensure(self, source: WeightSource, request: StageRequest, file: ContentFile, gate: Gate) -> str:
+    def _ensure(self, source: WeightSource, request: StageRequest, file: ContentFile, counter: "_Counter") -> str:
         """Have one file's content here; its SHA-256."""
         target = self._file(file.sha256) if file.sha256 else None
         if target is not None and target.exists() and target.stat().st_size == file.size:
-            gate(file.size)
+            counter.count(file.size)
             return file.sha256
         with closing(source.open(request.source, file)) as reader:
-            fetched = fetch(reader, file.size, file.sha256, self._incoming, gate)
+            fetched = fetch(reader, file.size, file.sha256, self._incoming, counter.gate)
         target = self._file(fetched.sha256)
         if target.exists():
             fetched.discard()
@@ -274,7 +274,11 @@ class _Counter:
         """See `file_copy.Gate`."""
         if self.failure is not None:
             raise Unavailable("another file of the version failed")
-        self._lane.wait_in_thread()
+        self._lane.wait_in_thread(size)
+        self.count(size)
+
+    def count(self, size: int) -> None:
+        """So many bytes more are there, or about to be."""
         with self._lock:
             self._done += size
             if self._done - self._reported >= REPORT_BYTES:

@@ -190,7 +190,7 @@ class SharedArena:
         if run.failure is not None or run.stopped.is_set():
             return
         try:
-            run.lane.wait_in_thread()
+            run.lane.wait_in_thread(size)
             padded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
             assert self._memory is not None, "it is there while threads run"
             first = file.offset + begin

@@ -189,7 +189,8 @@ class CacheTiers:
         self._node.on_disk[digest] = cached
         self._node.disk_used_ms[digest] = self._clock.now_ms()
         took_ms = self._clock.monotonic_ms() - leg.began_ms
-        self._node.rates = self._node.rates.learned(Way.TO_DISK, leg.total, took_ms)
+        if not lane.was_paced:
+            self._node.rates = self._node.rates.learned(Way.TO_DISK, leg.total, took_ms)
         leg.done = leg.total
         self._found(digest)
 
@@ -225,7 +226,8 @@ class CacheTiers:
         self._node.host = self._node.host.commit(digest)
         self._node.host_used_ms[digest] = self._clock.now_ms()
         took_ms = self._clock.monotonic_ms() - leg.began_ms
-        self._node.rates = self._node.rates.learned(Way.TO_HOST, leg.total, took_ms)
+        if not lane.was_paced:
+            self._node.rates = self._node.rates.learned(Way.TO_HOST, leg.total, took_ms)
         leg.done = leg.total
         await self._record()
         self._node.tell()

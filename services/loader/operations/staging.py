@@ -76,10 +76,11 @@ Work = Callable[[Staging, TrafficLane], Awaitable[None]]
 class Stagings:
     """All stagings of one node."""
 
-    def __init__(self, clock: Clock, stall_ms: int) -> None:
+    def __init__(self, clock: Clock, stall_ms: int, bytes_per_s: int = 0) -> None:
+        """`bytes_per_s`: the most for all that no request waits for; 0 = no limit."""
         self._clock = clock
         self._stall_ms = stall_ms
-        self._traffic = Traffic()
+        self._traffic = Traffic(bytes_per_s)
         self._running: dict[Digest, Staging] = {}
 
     def find(self, digest: Digest) -> Staging | None:
