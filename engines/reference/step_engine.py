@@ -33,6 +33,7 @@ from engines.reference.text_stream import TextPiece
 from engines.reference.token_bytes import TokenText
 
 IMPORT_BYTES_A_STEP = 8 << 20  # about 2 ms of copying and checking, as long as a decode step of a small model
+OFFER_BLOCKS = 8  # generated blocks handed over at once: as many as a chunk of a prompt makes, copied in one step
 PREFILL_WEIGHT = 0.2  # of one prompt in the moving average: about the last five
 
 
@@ -211,6 +212,8 @@ class StepEngine:
             running.first_token_s = now_s
             self._learn_prefill(running)
             self._offer(running, len(running.request.prompt))
+        elif running.whole_blocks() - running.offered_blocks >= OFFER_BLOCKS:
+            self._offer(running, running.computed)  # not all at the end, when others would wait for the copies
         running.token_ids.append(choice.token_id)
         text, finish = self._advance_text(running, choice)
         if finish is not None:
