@@ -34,3 +34,24 @@ async def test_the_salt_comes_from_the_key_whatever_the_body_says(
         {"roundhouse": {"salt": one, "adapter_digest": "sha256:" + "cd" * 32}},
     ]
     assert all("seed" not in each for each in told)
+
+
+async def test_an_engine_that_can_go_on_elsewhere_always_draws_by_a_seed(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """Case B29: without a seed a stream could not be continued; so a request that names none gets one, its own for each
+    request and choice, and one that names 7 keeps 7."""
+    folder, node = random_checkpoint(tmp_path / "m"), FakeNode()
+    async with (
+        running_gateway(nats_url, redis_url, catalogue(llm_model(tokenizer_path=str(folder))), node=node) as gateway,
+        gateway.client() as client,
+    ):
+        for more in ({"n": 2}, {}, {"seed": 7}):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1, "temperature": 1, **more})
+            assert answer.status_code == 200
+    calls = [call for call in node.calls if isinstance(call, EngineRequest)]
+    seeds = [json.loads(call.sampling_parameters)["seed"] for call in calls]
+    assert sorted(seeds[:2]) == [min(seeds[:2]), min(seeds[:2]) + 1]
+    assert len(set(seeds)) == 4
+    assert seeds[3] == 7
+    assert all(call.return_token_ids for call in calls)
