@@ -50,6 +50,7 @@ log = structlog.get_logger(__name__)
 
 ERASURES_INTERVAL_MS = 5_000  # between two looks for erasures that this node was not asked for; one small request each
 EXPIRY_INTERVAL_MS = 100  # how long memory of a dead client stays held after its lease, if nobody calls meanwhile
+ROOM_INTERVAL_MS = 20  # an engine writes 1/128 of an arena of 256 GB in half a second
 ANNOUNCE_INTERVAL_MS = 100  # placement may lag this far behind; one message a turn instead of one a block
 REPEAT_INTERVAL_MS = 5_000  # a follower that lost the last message of a quiet node learns of it within this time
 MEND_INTERVAL_MS = 500  # how long a gap stays open, plus the snapshot
@@ -201,6 +202,7 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
             if disk is not None:
                 lifecycle.every(WRITE_INTERVAL_MS, disk.write_turn, "write blocks to disk")
             lifecycle.every(ERASURES_INTERVAL_MS, erase_late, "erase what was ordered meanwhile")
+            lifecycle.every(ROOM_INTERVAL_MS, service.keep_room, "keep room for new blocks")
             lifecycle.every(EXPIRY_INTERVAL_MS, service.expire_leases, "expire leases")
             lifecycle.every(ANNOUNCE_INTERVAL_MS, announce, "announce blocks")
             lifecycle.every(REPEAT_INTERVAL_MS, lambda: announcer.repeat(link.bus), "repeat the sequence")

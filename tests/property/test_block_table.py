@@ -1,6 +1,7 @@
 """The block table under any order of calls: invariants 11 and 12, parents before children, nothing leased is lost."""
 
 import hashlib
+import itertools
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +32,16 @@ def keys_of(salt: bytes, length: int, path: list[int]) -> tuple[bytes, ...]:
     """A chain as the real keys are: each holds everything before it."""
     keys = [hashlib.sha256(b"%s|%d|%r" % (salt, length, path[: n + 1])).digest() for n in range(len(path))]
     return tuple(keys)
+
+
+CHAINS = {
+    key: keys[depth - 1] if depth else ROOT
+    for salt, units in itertools.product((b"one", b"two"), (1, 2))
+    for path in itertools.product((0, 1), repeat=5)
+    for keys in [keys_of(salt, units, list(path))]
+    for depth, key in enumerate(keys)
+}
+"""The parent of every key there can be."""
 
 
 class BlockTableMachine(RuleBasedStateMachine):
@@ -99,7 +110,7 @@ class BlockTableMachine(RuleBasedStateMachine):
             assert all(self.bytes_at[place.offset] == place.key for place in places)
         self.table.release(lease_id, self.now_ms)
 
-    @rule(ms=st.integers(1, 60))
+    @rule(ms=st.one_of(st.integers(1, 60), st.integers(500, 100_000)))
     def time_passes(self, ms: int) -> None:
         """Invariant 12: once the table has looked, only leases with time left are open."""
         self.now_ms += ms
@@ -126,6 +137,13 @@ class BlockTableMachine(RuleBasedStateMachine):
             if isinstance(outcome, Acquired):
                 self.table.release(outcome.lease_id, self.now_ms)
 
+    @rule(blocks_max=st.integers(1, 4))
+    def room_is_made(self, blocks_max: int) -> None:
+        """In the background: never more than a step, but for the blocks of one extent and those below them."""
+        before = self.table.statistics().evictions
+        evicted = self.table.make_room(blocks_max, self.now_ms)
+        assert evicted == self.table.statistics().evictions - before <= blocks_max - 1 + ARENA_UNITS
+
     @invariant()
     def units_add_up(self) -> None:
         """Invariant 12: free + held = total; what is leased is held."""
@@ -139,6 +157,12 @@ class BlockTableMachine(RuleBasedStateMachine):
         changes = self.table.take_changes()
         self.known = getattr(self, "known", 0) + len(changes.stored) - len(changes.dropped)
         assert self.known == self.table.statistics().blocks
+
+    @invariant()
+    def no_block_without_the_one_above(self) -> None:
+        """A parent never goes before its children: whatever is stored, all that is above it is stored too."""
+        stored = set(self.table.stored_keys())
+        assert all(CHAINS[key] == ROOT or CHAINS[key] in stored for key in stored)
 
     def teardown(self) -> None:
         """When every lease has ended and every salt is erased, the arena is empty."""

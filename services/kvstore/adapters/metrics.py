@@ -49,6 +49,7 @@ class _TableCollector(Collector):
             ("hits", "Blocks asked for and found.", counts.hits),
             ("misses", "Blocks asked for and not found.", counts.misses),
             ("evictions", "Blocks dropped to make room.", counts.evictions),
+            ("evictions_awaited", "Of them, those that a writer had to wait for.", counts.evictions_awaited),
             ("corrupt", "Blocks whose bytes did not match their checksum.", counts.corrupt),
             ("leases_expired", "Leases that ended by time.", counts.leases_expired),
         ):

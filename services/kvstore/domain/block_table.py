@@ -6,8 +6,8 @@ How a block lives:
 2. The writer fills the slot and calls `commit` with a checksum. If the arena holds those bytes and the parent is
    stored, the block is visible; else its slot is free again. A writer that dies loses the slot when its lease ends.
 3. `acquire` leases the longest stored run of a chain of keys to a reader. Pinned blocks never move and never go.
-4. Without leases it is in the reuse order, and is dropped when room is needed. What is dropped while leased is
-   condemned: found by nobody, its slot given back with the last lease.
+4. Without leases, and with nothing below it, it is in the reuse order, and is dropped when room is needed. What is
+   dropped while leased is condemned: found by nobody, its slot given back with the last lease.
 
 Invariant 11: a block is found only with the salt that stored it. Invariant 12: units free + held = total; no lease
 outlives its time (every call with `now_ms` first ends what is due). A stored block's parent is stored, and a pinned
@@ -40,6 +40,7 @@ from services.kvstore.domain.records import (
 from services.kvstore.domain.room import Room
 from services.kvstore.domain.salt_book import SaltBook
 from services.kvstore.domain.slot_arena import NoSlot, Slot, SlotArena
+from services.kvstore.domain.use_history import UseHistory
 
 
 class BlockTable:
@@ -54,12 +55,14 @@ class BlockTable:
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._salts = SaltBook()
         self._by_offset: dict[int, Block] = {}  # condemned blocks too
-        self._room = Room(arena, self._salts, self._by_offset)
+        self._history = UseHistory()
+        self._room = Room(arena, self._salts, self._by_offset, self._history.forecast)
         self._order = self._room.order
         self._stored: list[bytes] = []
         self._dropped: list[bytes] = []
         self._visible = self._units_pinned = 0
-        self._hits = self._misses = self._evictions = self._corrupt = self._expired = 0
+        self._hits = self._misses = self._corrupt = self._expired = 0
+        self._evictions = self._evictions_awaited = 0
 
     def acquire(
         self, salt: bytes, keys: Sequence[bytes], holder: Holder, now_ms: int, shared: Shared = NOTHING_SHARED
@@ -67,8 +70,7 @@ class BlockTable:
         """Lease the longest stored run of `keys`, a chain from the first block of a prompt, as used now. O(run)."""
         outcome = self.lease(salt, keys, holder, now_ms, shared)
         found = len(outcome.blocks) if isinstance(outcome, Acquired) else 0
-        for key in keys[:found]:
-            self._blocks[key].uses += 1
+        self._history.looked_up([self._blocks[key] for key in keys[:found]], keys[found:], now_ms)
         self._hits += found
         self._misses += len(keys) - found
         return outcome
@@ -101,28 +103,22 @@ class BlockTable:
         if block is None or not block.stored:
             return Missed()
         chain = [block]
-        while chain[-1].parent_key != ROOT:
-            chain.append(self._blocks[chain[-1].parent_key])
-        chain.reverse()
+        while (parent := self._blocks.get(chain[-1].parent_key)) is not None:
+            chain.append(parent)
         for member in chain:
             self._pin(member)
-        lease = self._leases.open(holder, now_ms, chain)
+        lease = self._leases.open(holder, now_ms, chain[::-1])
         return Held(lease.lease_id, block.place(), block.salt, block.model_digest, block.parent_key)
 
-    def has(self, key: bytes) -> bool:
-        """Whether a block is visible, for whatever salt."""
+    def has(self, key: bytes, salt: bytes | None = None) -> bool:
+        """Whether a block is visible, for that salt if one is given."""
         block = self._blocks.get(key)
-        return block is not None and block.stored
+        return block is not None and block.stored and salt in (None, block.salt)
 
     def model_digest(self, key: bytes) -> bytes:
         """The model that made a block; empty if it is not here."""
         block = self._blocks.get(key)
         return block.model_digest if block is not None else b""
-
-    def is_stored(self, key: bytes, salt: bytes) -> bool:
-        """Whether a block is visible for a salt."""
-        block = self._blocks.get(key)
-        return block is not None and block.stored and block.salt == salt
 
     def places_of(self, salt: bytes) -> list[BlockPlace]:
         """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
@@ -134,8 +130,7 @@ class BlockTable:
 
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt in the table, also those being written, and their bytes."""
-        keys = self._salts.keys(salt)
-        return len(keys), sum(self._blocks[key].length for key in keys)
+        return len(self._salts.keys(salt)), sum(self._blocks[key].length for key in self._salts.keys(salt))
 
     def release(self, lease_id: str, now_ms: int) -> None:
         """End a lease; what it wrote without a commit is dropped. Idempotent."""
@@ -210,7 +205,18 @@ class BlockTable:
         for block in blocks:
             if self._blocks.get(block.key) is block:
                 self._drop_subtree(block)
+        self._history.forget(salt)
         return erased
+
+    def make_room(self, blocks_max: int, now_ms: int) -> int:
+        """Evict up to about `blocks_max` blocks where a class has less room than it should; how many went.
+
+        To be called again at once if any did, and every now and then: then no `reserve` has to evict."""
+        self.expire(now_ms)
+        before = self._evictions
+        for victims in self._room.overdue(blocks_max, now_ms):
+            self._evict(victims)
+        return self._evictions - before
 
     def expire(self, now_ms: int) -> int:
         """End every lease whose time is up; returns how many. Idempotent."""
@@ -239,6 +245,7 @@ class BlockTable:
             hits=self._hits,
             misses=self._misses,
             evictions=self._evictions,
+            evictions_awaited=self._evictions_awaited,
             corrupt=self._corrupt,
             leases_expired=self._expired,
         )
@@ -273,10 +280,7 @@ class BlockTable:
         return parents
 
     def _parent_is_stored(self, block: Block) -> bool:
-        if block.parent_key == ROOT:
-            return True
-        parent = self._blocks.get(block.parent_key)
-        return parent is not None and parent.stored
+        return block.parent_key == ROOT or self.has(block.parent_key)
 
     # Writing
 
@@ -308,6 +312,7 @@ class BlockTable:
 
     def _show(self, block: Block, checksum: int) -> None:
         block.stored, block.checksum = True, checksum
+        self._history.stored(block, self._blocks.get(block.parent_key), self._now_ms)
         block.shown = block.place()
         self._visible += 1
         self._stored.append(block.key)
@@ -319,16 +324,14 @@ class BlockTable:
                 self._drop_subtree(block)
         self._unpin_chain(lease.chain)
 
-    # Holding
-
     def _pin(self, block: Block) -> None:
         if block.pins == 0:
-            block.listed = False
+            self._order.discard(block)
             self._units_pinned += block.slot.units
         block.pins += 1
 
     def _unpin_chain(self, chain: Sequence[Block]) -> None:
-        """Children before parents, so that parents are worth no less."""
+        """Children before parents, so that parents are not listed in vain."""
         for block in reversed(chain):
             self._unpin(block)
 
@@ -342,21 +345,25 @@ class BlockTable:
             self._free(block)
         else:
             assert block.stored
-            self._order.add(block, self._now_ms)
+            self._list(block)
 
-    # Dropping
+    def _list(self, block: Block, *, uncovered: bool = False) -> None:
+        """Let a block be evicted if nobody holds it and nothing hangs on it."""
+        if not block.pins and block.stored and not block.condemned and block.key not in self._children:
+            self._order.add(block, self._now_ms, uncovered=uncovered)
 
     def _make_room(self, units: int) -> Slot | NoSlot:
         slot = self._arena.take(units)
-        while isinstance(slot, NoSlot) and (victims := self._room.victims(units)):
+        before = self._evictions
+        while isinstance(slot, NoSlot) and (victims := self._room.victims(units, self._now_ms)):
             self._evict(victims)
             slot = self._arena.take(units)
+        self._evictions_awaited += self._evictions - before
         return slot
 
     def _evict(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             if not block.condemned:  # gone already, below another one
-                self._order.evicted(block, self._now_ms)
                 self._evictions += self._drop_subtree(block)
 
     def _drop_subtree(self, block: Block) -> int:
@@ -379,10 +386,14 @@ class BlockTable:
         if block.stored:
             self._visible -= 1
             self._dropped.append(block.key)
+            self._history.dropped(block, self._visible)
         block.condemned = True
-        self._order.dropped(block)
+        self._order.discard(block)
         if block.pins == 0:
             self._free(block)
+        parent = self._blocks.get(block.parent_key)
+        if parent is not None:
+            self._list(parent, uncovered=True)
 
     def _free(self, block: Block) -> None:
         del self._by_offset[block.slot.offset]

@@ -152,6 +152,7 @@ class TableStatistics:
     hits: int  # blocks found
     misses: int  # blocks asked for and not found
     evictions: int
+    evictions_awaited: int  # of them, those that a writer had to wait for
     corrupt: int
     leases_expired: int
 
@@ -175,12 +176,13 @@ class Block:
     stored: bool = False
     condemned: bool = False
     pins: int = 0
-    uses: int = 0  # lookups that found it
-    used_ms: int = 0  # when its last lease ended
-    worth: float = 0.0  # see `eviction`, also for the next three
-    tick: int = 0
+    uses: int = 0  # requests that found it
+    used_ms: int = 0  # when it was stored or found last
+    think_ms: int = 0  # how long its session thinks between two turns; 0 = not known
+    kind: int = 0  # see `reuse_forecast`
+    tick: int = 0  # see `eviction`, also for the next two
     listed: bool = False
-    queued: bool = False
+    listed_kind: int = 0
     shown: BlockPlace | None = None  # where it lies, once it is stored
 
     def place(self) -> BlockPlace:

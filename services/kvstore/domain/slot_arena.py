@@ -53,6 +53,8 @@ class SlotArena:
         self._unused = list(range(len(self._extents) - 1, -1, -1))  # lowest first when popped
         self._open: dict[int, dict[int, None]] = {}  # class -> extents with a free slot
         self._units_held = 0
+        self._held: dict[int, int] = {}  # class -> held slots
+        self._slots: dict[int, int] = {}  # class -> slots of its extents
 
     @property
     def units_total(self) -> int:
@@ -89,6 +91,7 @@ class SlotArena:
         if not extent.free:
             del extents[index]
         self._units_held += units
+        self._held[units] = self._held.get(units, 0) + 1
         return Slot(offset, units)
 
     def give_back(self, slot: Slot) -> None:
@@ -100,10 +103,26 @@ class SlotArena:
         extent.free.append(slot.offset)
         self._open[slot.units][index] = None
         self._units_held -= slot.units
+        self._held[slot.units] -= 1
         if not extent.held:
+            self._slots[slot.units] -= self.extent_units // slot.units
             del self._open[slot.units][index]
             self._extents[index] = _Extent()
             self._unused.append(index)
+
+    @property
+    def classes(self) -> list[int]:
+        """Classes that hold slots now."""
+        return [units for units, held in self._held.items() if held]
+
+    def slots_held(self, units: int) -> int:
+        """Held slots of a class."""
+        return self._held.get(units, 0)
+
+    def slots_free(self, units: int) -> int:
+        """Slots that a class could take now, also in free extents. O(1)."""
+        slots = self._slots.get(units, 0) - self._held.get(units, 0)
+        return slots + len(self._unused) * (self.extent_units // units)
 
     def extent_of(self, slot: Slot) -> int:
         """Index of the extent a slot lies in."""
@@ -123,6 +142,7 @@ class SlotArena:
         slots = self.extent_units // units
         offsets = [start + place * size for place in range(slots - 1, -1, -1)]
         self._extents[index] = _Extent(units, offsets)
+        self._slots[units] = self._slots.get(units, 0) + slots
         self._open[units][index] = None
 
 

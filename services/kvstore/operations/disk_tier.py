@@ -190,7 +190,7 @@ class DiskTier:
         with self._slot(place.offset, place.length) as view:
             view[place.length :] = bytes(len(view) - place.length)  # no rests of other blocks on the disk
             placed = await self._in_thread(lambda: self._blocks.append(record, view))
-        if self._table.is_stored(placed.key, placed.salt) and self._index.add(placed):
+        if self._table.has(placed.key, placed.salt) and self._index.add(placed):
             self._count(written=1)
         else:  # erased or found to be wrong meanwhile
             await self._destroy([placed])

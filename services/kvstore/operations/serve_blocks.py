@@ -35,6 +35,7 @@ from services.kvstore.operations.fetch_blocks import PeerCounts, PeerTier, Wante
 from services.kvstore.ports import BlockArena, DiskFault
 
 WAIT_MS_MAX = 10_000  # beyond this any prefill is faster
+ROOM_STEP_BLOCKS = 64  # about a millisecond
 INLINE_BYTES_MAX = 16 * 1024 * 1024  # about 2 ms of xxh3 (8 GB/s here); more goes to a thread
 
 
@@ -178,6 +179,11 @@ class BlockService:
     async def expire_leases(self) -> None:
         """End what is due, also when nobody calls (invariant 12)."""
         self._table.expire(self._now())
+
+    async def keep_room(self) -> None:
+        """Evict where there is less room than there should be, in steps, so that nobody waits for it."""
+        for _ in iter(lambda: self._table.make_room(ROOM_STEP_BLOCKS, self._now()), 0):
+            await asyncio.sleep(0)
 
     def take_changes(self) -> Changes:
         """What can be found here since the last call, and what no longer can, in any tier. A key may be in both."""

@@ -1,0 +1,99 @@
+"""Who used which block when, also of blocks that are gone: what the forecast learns from.
+
+A lookup uses the blocks that it finds, and those that it would have found had they not been dropped: without these
+nothing longer than the arena's own memory would ever be learned. Of a dropped block a few numbers are kept, of at most
+`GONE_SHARE` times as many as are here. A session's think time is the smoothed gap between uses of its deepest block;
+its new blocks take it over. Several lookups of one request are one use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.kvstore.domain.records import Block
+from services.kvstore.domain.reuse_forecast import ReuseForecast, bin_of, kind_of
+
+ONE_USE_MS = 1_000  # an engine asks for memory first, and again when it has decided to wait for slower tiers
+GONE_SHARE = 4  # guess: sees gaps of some lifetimes of the arena
+GONE_MIN = 65_536  # 15 MB: a small arena has to learn gaps of minutes all the same
+GONE_MAX = 262_144
+LOOKUPS_FIRST, LOOKUPS_BETWEEN = 20, 200  # after so many it is learned; the first time as soon as there is something
+LEARN_MS = 5_000  # between two times, so that learning takes 0.1 % of the time
+
+
+@dataclass(slots=True, eq=False)
+class GoneBlock:
+    """What is kept of a dropped block."""
+
+    salt: bytes
+    uses: int
+    used_ms: int
+    think_ms: int
+    kind: int
+
+
+class UseHistory:
+    """The uses of one table's blocks. Times in ms."""
+
+    def __init__(self) -> None:
+        """Nothing has been used."""
+        self.forecast = ReuseForecast()
+        self._gone: dict[bytes, GoneBlock] = {}  # the longest gone first
+        self._lookups = self._learned_lookups = 0
+        self._learned_ms = 0
+
+    def looked_up(self, found: Sequence[Block], missing: Sequence[bytes], now_ms: int) -> None:
+        """A chain was asked for: `found` is here, `missing` follows. O(found + what is remembered of `missing`)."""
+        chain: list[Block | GoneBlock] = list(found)
+        for key in missing:
+            gone = self._gone.get(key)
+            if gone is None:
+                break
+            chain.append(gone)
+        if chain:
+            self._use(chain, now_ms)
+        self._lookups += 1
+        new = self._lookups - self._learned_lookups
+        if new >= min(LOOKUPS_BETWEEN, max(LOOKUPS_FIRST, self._learned_lookups)) and (
+            self._lookups <= LOOKUPS_BETWEEN or now_ms - self._learned_ms >= LEARN_MS
+        ):
+            self._learned_lookups, self._learned_ms = self._lookups, now_ms
+            self.forecast.learn()
+
+    def stored(self, block: Block, parent: Block | None, now_ms: int) -> None:
+        """A block became visible."""
+        gone = self._gone.pop(block.key, None)
+        if gone is not None and gone.salt == block.salt:
+            block.uses, block.think_ms = gone.uses, gone.think_ms
+        elif parent is not None:
+            block.think_ms = parent.think_ms
+        block.used_ms, block.kind = now_ms, kind_of(block.uses, block.think_ms)
+        if gone is None or now_ms - gone.used_ms >= ONE_USE_MS:
+            self.forecast.began(block.kind)
+
+    def dropped(self, block: Block, blocks_left: int) -> None:
+        """A visible block went."""
+        self._gone[block.key] = GoneBlock(block.salt, block.uses, block.used_ms, block.think_ms, block.kind)
+        room = min(GONE_MAX, max(GONE_MIN, GONE_SHARE * blocks_left))
+        while len(self._gone) > room:
+            del self._gone[next(iter(self._gone))]
+
+    def forget(self, salt: bytes) -> None:
+        """Keep nothing of a salt. O(dropped blocks that are remembered)."""
+        self._gone = {key: gone for key, gone in self._gone.items() if gone.salt != salt}
+
+    def _use(self, chain: Sequence[Block | GoneBlock], now_ms: int) -> None:
+        deepest = chain[-1]
+        think_ms, since = deepest.think_ms, now_ms - deepest.used_ms
+        if since >= ONE_USE_MS:
+            think_ms = (think_ms + since) // 2 if think_ms else since
+        before, age_bin = -1, 0
+        for block in chain:
+            age_ms = now_ms - block.used_ms
+            if age_ms >= ONE_USE_MS:
+                if age_ms != before:
+                    before, age_bin = age_ms, bin_of(age_ms)
+                self.forecast.came_back(block.kind, age_bin)
+                block.uses += 1
+                block.think_ms, block.kind = think_ms, kind_of(block.uses, think_ms)
+                self.forecast.began(block.kind)
+            block.used_ms = now_ms
