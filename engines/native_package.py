@@ -25,9 +25,9 @@ def native_package(spec: EngineSpec) -> TritonPackage:
     if not any(name.removeprefix("file:").split("/")[0].isdigit() for name in files):
         raise PackagingError(f"{folder}: no version folder with a file in it")
     if config.get("backend") in OWN_PROCESS:
-        hold_process(config, files, spec.devices)
+        hold_process(config, files, spec.devices, spec.alone_for)
     else:
-        hold_in_server(config, spec.devices)
+        hold_in_server(config, spec.devices, spec.alone_for)
     return TritonPackage(config, files)
 
 

@@ -10,7 +10,7 @@ configuration is whole. Settings reach our Python models as Triton `parameters`,
 | `slots`, `kv_pool_tokens` | requests at once, and tokens of KV memory that they share |
 | `weights_arena` | JSON: files of the checkpoint that lie in shared memory, and where; missing: read the folder |
 | `kvstore_address` | empty: no reuse of KV blocks across requests |
-| `devices` | JSON: UUIDs of the devices it was placed on; see `engines.placement` |
+| `devices` | JSON: UUIDs of the devices it was placed on, and a token of who has them alone; see `engines.placement` |
 | `prefill_chunk_tokens`, `adapters_in_memory`, `adapter_rank_max` | optional; see `engines.reference.loaded_model` |
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from engines.placement import DEVICES_PARAMETER, EngineDevice, PackagingError, devices_of
+from engines.placement import DEVICES_PARAMETER, EngineDevice, PackagingError, Placement, placement_of
 
 __all__ = [
     "DEVICES_PARAMETER",
@@ -29,12 +29,13 @@ __all__ = [
     "EngineDevice",
     "EngineSpec",
     "PackagingError",
+    "Placement",
     "TritonPackage",
-    "devices_of",
     "estimate_device_bytes",
     "maps_file",
     "model_shim",
     "package",
+    "placement_of",
     "string_parameters",
 ]
 
@@ -58,7 +59,8 @@ class EngineSpec:
     """One model version on one node, as the loader decides it.
 
     `devices` are those it is to stand on; empty = nobody chose, and it runs on the CPU. `tensor_parallel` is how many
-    it takes, also where they are not chosen yet; `share` the bytes that it may take on each, 0 = not said."""
+    it takes, also where they are not chosen yet; `share` the bytes that it may take on each, 0 = not said; `alone_for`
+    a token of the tenant that has them alone, empty = they are shared."""
 
     engine: EngineName
     triton_model_name: str
@@ -70,6 +72,7 @@ class EngineSpec:
     devices: tuple[EngineDevice, ...] = ()
     tensor_parallel: int = 1
     share: int = 0
+    alone_for: str = ""
     arena: ArenaRanges | None = None
 
 

@@ -39,28 +39,36 @@ class EngineDevice:
     capacity: int = 0  # bytes
 
 
-def devices_parameter(devices: Sequence[EngineDevice]) -> dict[str, object]:
-    """What tells a later loader where the model stands; nothing if nobody said."""
-    if not devices:
-        return {}
-    return {DEVICES_PARAMETER: {"string_value": json.dumps([device.uuid for device in devices])}}
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a loaded model stands, as its parameter says."""
+
+    uuids: tuple[str, ...] = ()  # of its devices; empty = nobody chose
+    alone_for: str = ""  # whoever has these devices alone, as a token; empty = they are shared
 
 
-def devices_of(parameter: str) -> tuple[str, ...]:
-    """The UUIDs in a parameter that `devices_parameter` made; empty if it is not one."""
+def placement_parameter(placement: Placement) -> str:
+    """What tells a later loader where the model stands."""
+    return json.dumps({"uuids": placement.uuids, "alone_for": placement.alone_for})
+
+
+def placement_of(parameter: str) -> Placement:
+    """What a parameter says that `placement_parameter` made; nothing if it is not one."""
     try:
-        value = json.loads(parameter or "[]")
-    except ValueError:
-        return ()
-    return tuple(map(str, value)) if isinstance(value, list) else ()
+        value = json.loads(parameter or "{}")
+        return Placement(tuple(map(str, value["uuids"])), str(value["alone_for"]))
+    except (ValueError, KeyError, TypeError):
+        return Placement()
 
 
-def hold_process(config: dict[str, object], files: dict[str, bytes], devices: Sequence[EngineDevice]) -> None:
+def hold_process(
+    config: dict[str, object], files: dict[str, bytes], devices: Sequence[EngineDevice], alone_for: str = ""
+) -> None:
     """Hold a model that runs in a process of its own to its devices; changes `config` and `files`.
 
     Raises PackagingError: it brings an environment of its own, and there are GPUs."""
     parameters = _parameters(config)
-    parameters.update(devices_parameter(devices))
+    parameters.update(_placed(devices, alone_for))
     visible = [device.visible_as for device in devices if device.visible_as]
     if not visible:
         return
@@ -71,11 +79,11 @@ def hold_process(config: dict[str, object], files: dict[str, bytes], devices: Se
     config["instance_group"] = [{"kind": "KIND_MODEL", "count": _instances(config)}]
 
 
-def hold_in_server(config: dict[str, object], devices: Sequence[EngineDevice]) -> None:
+def hold_in_server(config: dict[str, object], devices: Sequence[EngineDevice], alone_for: str = "") -> None:
     """Hold a model that runs in Triton's own process to its device; changes `config`.
 
     Raises PackagingError: it stands on several GPUs, or on one that this process cannot name."""
-    _parameters(config).update(devices_parameter(devices))
+    _parameters(config).update(_placed(devices, alone_for))
     if not any(device.visible_as for device in devices):
         return
     if len(devices) > 1:
@@ -83,6 +91,13 @@ def hold_in_server(config: dict[str, object], devices: Sequence[EngineDevice]) -
     if devices[0].ordinal is None:
         raise PackagingError("its backend runs in Triton's own process, which cannot be held to this MIG slice")
     config["instance_group"] = [{"kind": "KIND_GPU", "gpus": [devices[0].ordinal], "count": _instances(config)}]
+
+
+def _placed(devices: Sequence[EngineDevice], alone_for: str) -> dict[str, object]:
+    if not devices:
+        return {}
+    placement = Placement(tuple(device.uuid for device in devices), alone_for)
+    return {DEVICES_PARAMETER: {"string_value": placement_parameter(placement)}}
 
 
 def _parameters(config: dict[str, object]) -> dict[str, object]:

@@ -48,7 +48,7 @@ def onnx_package(spec: EngineSpec) -> TritonPackage:
         "parameters": {**string_parameters(spec), "weights_path": {"string_value": str(path)}},
     }
     files = {"file:1/model.py": model_shim("engines.onnx.triton_model")}
-    hold_process(config, files, spec.devices)
+    hold_process(config, files, spec.devices, spec.alone_for)
     return TritonPackage(config, files)
 
 

@@ -33,7 +33,7 @@ def reference_package(spec: EngineSpec) -> TritonPackage:
         "parameters": string_parameters(spec),
     }
     files = {"file:1/model.py": model_shim("engines.reference.triton_model")}
-    hold_process(config, files, spec.devices)
+    hold_process(config, files, spec.devices, spec.alone_for)
     return TritonPackage(config, files)
 
 

@@ -41,7 +41,7 @@ def vllm_package(spec: EngineSpec) -> TritonPackage:
         "instance_group": [{"kind": "KIND_MODEL", "count": 1}],
     }
     files = {"file:1/model.json": json.dumps(engine_arguments(spec), sort_keys=True).encode()}
-    hold_process(config, files, spec.devices)
+    hold_process(config, files, spec.devices, spec.alone_for)
     return TritonPackage(config, files)
 
 

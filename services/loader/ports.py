@@ -33,6 +33,14 @@ class LoadPackage:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """Where a loaded model stands, by the package that Triton was given."""
+
+    uuids: tuple[str, ...] = ()  # of its devices
+    alone_for: str = ""  # who has them alone
+
+
 class ModelControl(Protocol):
     """Triton's model control. Every call ends within its `timeout_ms`, also when Triton hangs."""
 
@@ -57,8 +65,8 @@ class ModelControl(Protocol):
         Unloading what is not loaded changes nothing. Raises as `probe`."""
         ...
 
-    async def placed_on(self, name: str, *, timeout_ms: int) -> tuple[str, ...]:
-        """UUIDs of the devices that a loaded model was packaged for; empty if its package named none.
+    async def placed_on(self, name: str, *, timeout_ms: int) -> PlacedModel:
+        """The devices that a loaded model was packaged for; none if its package named none.
 
         Raises as `probe`; EngineFailed if it is not loaded."""
         ...
@@ -279,9 +287,14 @@ class ModelLibrary(Protocol):
         ...
 
     async def package(
-        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
+        self,
+        model: Model,
+        weights: Path,
+        arena: ArenaView | None,
+        devices: Sequence[Device] = (),
+        alone_for: str = "",
     ) -> LoadPackage:
-        """What Triton is told to load, to stand on `devices`.
+        """What Triton is told to load, to stand on `devices`, maybe alone.
 
         Raises InvalidInput: the weights are not what the engine needs, or it cannot be held to these devices."""
         ...

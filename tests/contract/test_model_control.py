@@ -13,10 +13,11 @@ import pytest
 from tritonclient.grpc import InferInput
 from tritonclient.grpc import aio as triton_client
 
+from engines.placement import Placement, placement_parameter
 from roundhouse.clock import SystemClock
 from roundhouse.errors import DeadlinePassed, EngineFailed, Unavailable
 from services.loader.adapters.triton_control import TritonControl
-from services.loader.ports import LoadPackage, ModelControl, TritonState
+from services.loader.ports import LoadPackage, ModelControl, PlacedModel, TritonState
 from tests.conftest import TritonFactory
 from tests.fakes.model_control import FakeModelControl
 from tests.infra import TritonServer
@@ -219,10 +220,11 @@ async def test_a_loaded_model_is_ready_in_the_index(server: Server) -> None:
 
 async def test_a_loaded_model_knows_its_devices(server: Server) -> None:
     """What its package named, as long as it is loaded; a package that named none names none later."""
-    async with loaded(server.control, devices='["GPU-1", "MIG-2"]') as name:
-        assert await server.control.placed_on(name, timeout_ms=ANSWER_MS) == ("GPU-1", "MIG-2")
+    placement = placement_parameter(Placement(("GPU-1", "MIG-2"), "a"))
+    async with loaded(server.control, devices=placement) as name:
+        assert await server.control.placed_on(name, timeout_ms=ANSWER_MS) == PlacedModel(("GPU-1", "MIG-2"), "a")
     async with loaded(server.control) as name:
-        assert await server.control.placed_on(name, timeout_ms=ANSWER_MS) == ()
+        assert await server.control.placed_on(name, timeout_ms=ANSWER_MS) == PlacedModel()
     with pytest.raises(EngineFailed):
         await server.control.placed_on(fresh_name(), timeout_ms=ANSWER_MS)
 

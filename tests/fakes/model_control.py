@@ -10,10 +10,10 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.placement import DEVICES_PARAMETER, devices_of
+from engines.placement import DEVICES_PARAMETER, placement_of
 from roundhouse.clock import Clock
 from roundhouse.errors import DeadlinePassed, EngineFailed, Unavailable
-from services.loader.ports import LoadPackage, TritonState
+from services.loader.ports import LoadPackage, PlacedModel, TritonState
 
 
 @dataclass(slots=True)
@@ -65,13 +65,14 @@ class FakeModelControl:
             return
         self._begin_unload(name, model)
 
-    async def placed_on(self, name: str, *, timeout_ms: int) -> tuple[str, ...]:
+    async def placed_on(self, name: str, *, timeout_ms: int) -> PlacedModel:
         """See `ModelControl.placed_on`."""
         await self._answer(timeout_ms)
         model = self._models.get(name)
         if model is None or model.state is TritonState.UNAVAILABLE:
             raise EngineFailed("no such model", code="load_failed")
-        return devices_of(model.devices)
+        found = placement_of(model.devices)
+        return PlacedModel(found.uuids, found.alone_for)
 
     async def forget(self, name: str) -> None:
         """See `ModelControl.forget`."""

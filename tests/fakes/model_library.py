@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engines.placement import Placement, placement_parameter
 from roundhouse.catalogue.records import Adapter, ContentFile, Model
 from roundhouse.errors import InvalidInput, NotFound
 from roundhouse.vocabulary import AdapterName, Digest, ModelName, TenantId
@@ -66,9 +67,15 @@ class FakeLibrary:
         return tuple(files) if self.maps else ()
 
     async def package(
-        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
+        self,
+        model: Model,
+        weights: Path,
+        arena: ArenaView | None,
+        devices: Sequence[Device] = (),
+        alone_for: str = "",
     ) -> LoadPackage:
         """See `ModelLibrary.package`."""
-        knobs = {**self.knobs.get(model.name, {}), "devices": json.dumps([each.uuid for each in devices])}
+        placement = placement_parameter(Placement(tuple(each.uuid for each in devices), alone_for))
+        knobs = {**self.knobs.get(model.name, {}), "devices": placement}
         self.views.append(arena)
         return LoadPackage(json.dumps({"parameters": {name: {"string_value": text} for name, text in knobs.items()}}))

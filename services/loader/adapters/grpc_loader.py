@@ -63,6 +63,7 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
             request.deadline_ms,
             request.reason,
             tuple(sorted(request.devices)),
+            request.alone_for,
         )
         try:
             async for progress in self._orders.ensure_loaded(order):

@@ -83,14 +83,22 @@ class CatalogueLibrary:
         return tuple(file for file in files if maps_file(model.engine.value, file.name))
 
     async def package(
-        self, model: Model, weights: Path, arena: ArenaView | None, devices: Sequence[Device] = ()
+        self,
+        model: Model,
+        weights: Path,
+        arena: ArenaView | None,
+        devices: Sequence[Device] = (),
+        alone_for: str = "",
     ) -> LoadPackage:
         """See `ModelLibrary.package`."""
         ranges = None if arena is None else ArenaRanges(str(arena.path), arena.ranges)
         placed = tuple(EngineDevice(each.uuid, each.ordinal, each.visible_as, each.capacity) for each in devices)
         size = await self.device_bytes(model) if placed else 0
         spec = replace(
-            self._spec(model, weights, ranges), devices=placed, share=-(-size // len(placed)) if placed else 0
+            self._spec(model, weights, ranges),
+            devices=placed,
+            share=-(-size // len(placed)) if placed else 0,
+            alone_for=alone_for,
         )
         try:
             made = await asyncio.to_thread(package, spec)

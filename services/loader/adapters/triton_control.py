@@ -13,9 +13,9 @@ from typing import Any
 from tritonclient.grpc import aio as triton
 from tritonclient.utils import InferenceServerException
 
-from engines.packaging import DEVICES_PARAMETER, devices_of
+from engines.packaging import DEVICES_PARAMETER, placement_of
 from roundhouse.errors import DeadlinePassed, EngineFailed, RoundhouseError, Unavailable
-from services.loader.ports import LoadPackage, TritonState
+from services.loader.ports import LoadPackage, PlacedModel, TritonState
 
 # gRPC's own pause between connection attempts grows to 2 minutes: a restarted Triton must be found within a second.
 RECONNECT_MS_MAX = 250
@@ -77,13 +77,14 @@ class TritonControl:
         except InferenceServerException as error:
             raise self._error(error, timeout_ms) from error
 
-    async def placed_on(self, name: str, *, timeout_ms: int) -> tuple[str, ...]:
+    async def placed_on(self, name: str, *, timeout_ms: int) -> PlacedModel:
         """See `ModelControl.placed_on`."""
         try:
             answer = await self._client.get_model_config(name, client_timeout=timeout_ms / 1000)
         except InferenceServerException as error:
             raise self._error(error, timeout_ms) from error
-        return devices_of(answer.config.parameters[DEVICES_PARAMETER].string_value)
+        found = placement_of(answer.config.parameters[DEVICES_PARAMETER].string_value)
+        return PlacedModel(found.uuids, found.alone_for)
 
     async def forget(self, name: str) -> None:
         """See `ModelControl.forget`."""

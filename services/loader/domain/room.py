@@ -4,7 +4,7 @@ Only a choice; nothing is unloaded or deleted here. All or nothing: when even ev
 room, the answer is `NotEnough` and nobody is chosen, so a hopeless load evicts nothing (case B22).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -33,8 +33,12 @@ class NotEnough:
     missing: int
 
 
-def choose_leaving(needed: Mapping[int, int], offered: Sequence[Offered[Key]]) -> Leaving[Key] | NotEnough:
+def choose_leaving(
+    needed: Mapping[int, int], offered: Sequence[Offered[Key]], required: Collection[Key] = ()
+) -> Leaving[Key] | NotEnough:
     """Choose from `offered`, in its order, only as many as give `needed` bytes on each device. O(offered × devices).
+
+    Those `required` leave in any case; they are offered too.
 
     The first so many that are enough are taken, only those that give where something is missing; then those that turn
     out not to be needed are dropped again, later ones first, because the order says who should rather go. The result
@@ -42,13 +46,13 @@ def choose_leaving(needed: Mapping[int, int], offered: Sequence[Offered[Key]]) -
     missing = dict(needed)
     chosen: list[Offered[Key]] = []
     for candidate in offered:
-        if any(missing.get(index, 0) > 0 for index in candidate.sizes):
+        if candidate.key in required or any(missing.get(index, 0) > 0 for index in candidate.sizes):
             chosen.append(candidate)
             _give(missing, candidate, -1)
     lacking = sum(short for short in missing.values() if short > 0)
     if lacking:
         return NotEnough(missing=lacking)
-    for candidate in reversed(chosen.copy()):
+    for candidate in [each for each in reversed(chosen) if each.key not in required]:
         _give(missing, candidate, 1)
         if any(short > 0 for short in missing.values()):
             _give(missing, candidate, -1)

@@ -5,7 +5,7 @@ which the fewest must leave, then the tightest. A MIG slice on which another mod
 be a tenant's own, which only the scheduler knows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -15,6 +15,7 @@ from services.loader.domain.devices import Device
 from services.loader.domain.room import Leaving, NotEnough, Offered, choose_leaving
 from services.loader.domain.versions import ModelVersion
 
+_NOBODY: Mapping[ModelVersion, str] = {}
 COMBINATIONS_MOST = 70  # 4 of 8: beyond it only neighbours in order of free memory are looked at
 
 
@@ -25,11 +26,12 @@ class Need:
     version: ModelVersion
     count: int
     share: int
+    alone_for: str = ""  # token of the tenant that has its devices alone; empty = it shares them
 
     @classmethod
-    def of(cls, version: ModelVersion, device_bytes: int, count: int) -> "Need":
+    def of(cls, version: ModelVersion, device_bytes: int, count: int, alone_for: str = "") -> "Need":
         """Bytes in all, split evenly, rounded up."""
-        return cls(version, count, -(-device_bytes // count))
+        return cls(version, count, -(-device_bytes // count), alone_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,16 @@ class Impossible:
 
 
 def place(
-    ledger: DeviceLedger, need: Need, offered: Sequence[Offered[ModelVersion]], wanted: Site = ()
+    ledger: DeviceLedger,
+    need: Need,
+    offered: Sequence[Offered[ModelVersion]],
+    wanted: Site = (),
+    alone: Mapping[ModelVersion, str] = _NOBODY,
 ) -> Placed | NotEnough | Impossible:
     """The site for a model, of those `wanted` or (empty) of all. `offered` may leave, in this order.
 
-    What the model holds already counts as its own. O(sites × offered)."""
+    `alone` are those that a tenant has alone on their devices: nobody else's stand there. What the model holds already
+    counts as its own. O(sites × offered)."""
     named = _check(ledger, need, wanted) if wanted else None
     if named is not None:
         return named
@@ -63,7 +70,11 @@ def place(
     placed: list[tuple[int, bool, int, Placed]] = []
     short = [] if allowed else [need.share * need.count]
     for site in allowed:
-        choice = choose_leaving(_missing(ledger, need, site), offered)
+        strangers = _strangers(ledger, need, site, alone)
+        if not strangers <= {each.key for each in offered}:
+            short.append(need.share * need.count)
+            continue
+        choice = choose_leaving(_missing(ledger, need, site), offered, strangers)
         match choice:
             case Leaving(keys):
                 slack = sum(ledger.free_on(index) for index in site)
@@ -86,9 +97,9 @@ def sites(ledger: DeviceLedger, need: Need) -> Iterator[Site]:
             yield tuple(sorted(each.index for each in chosen))
 
 
-def fits_beside(ledger: DeviceLedger, need: Need) -> bool:
+def fits_beside(ledger: DeviceLedger, need: Need, alone: Mapping[ModelVersion, str] = _NOBODY) -> bool:
     """Whether there is room for it now without anybody leaving."""
-    placed = place(ledger, need, ())
+    placed = place(ledger, need, (), alone=alone)
     return isinstance(placed, Placed)
 
 
@@ -118,6 +129,12 @@ def _why_never(ledger: DeviceLedger, need: Need) -> str:
 def _missing(ledger: DeviceLedger, need: Need, site: Site) -> dict[int, int]:
     held = ledger.held_on(need.version)
     return {index: need.share - held.get(index, 0) - ledger.free_on(index) for index in site}
+
+
+def _strangers(ledger: DeviceLedger, need: Need, site: Site, alone: Mapping[ModelVersion, str]) -> set[ModelVersion]:
+    """Who cannot stay on a site beside a model: it or they are to be alone there."""
+    holders = {holder for index in site for holder in ledger.holders_on(index)} - {need.version}
+    return {each for each in holders if alone.get(each, "") != need.alone_for}
 
 
 def _is_open(ledger: DeviceLedger, need: Need, site: Site, offered: Sequence[Offered[ModelVersion]]) -> bool:

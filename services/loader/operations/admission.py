@@ -39,7 +39,7 @@ def choose_place(node: Node, home: Residence) -> Placed:
     begun = node.device.site_of(home.instance.version)
     if not begun:
         home.site = ()
-    choice = place(node.device, home.need, offered, begun or home.wanted_site)
+    choice = place(node.device, home.need, offered, begun or home.wanted_site, node.alone())
     match choice:
         case Placed():
             return choice

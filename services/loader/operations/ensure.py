@@ -40,6 +40,7 @@ class LoadOrder:
     deadline_ms: int = 0  # from now
     reason: str = ""
     devices: Site = ()  # to stand on; empty = the loader chooses
+    alone_for: str = ""  # token of the tenant that has them alone; empty = they are shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ class Orders:
     def _note(self, home: Residence, order: LoadOrder) -> None:
         """What a load needs to know of its caller; one that has begun takes over what a later caller adds."""
         if home.instance.state.is_at_rest or home.instance.state is State.UNLOADING:
-            home.unload_first, home.reason, home.wanted_site = order.unload_first, order.reason, order.devices
+            home.unload_first, home.reason = order.unload_first, order.reason
+            home.wanted_site, home.alone_for = order.devices, order.alone_for
             return
         home.unload_first = tuple(dict.fromkeys((*order.unload_first, *home.unload_first)))
         if Priority.of_reason(order.reason) < Priority.of_reason(home.reason):

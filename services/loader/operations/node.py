@@ -73,6 +73,7 @@ class Residence:
     model: Model
     device_bytes: int = 0  # on all of its devices
     site: Site = ()  # the devices it stands on or was promised room on; stays after it left
+    alone_for: str = ""  # token of the tenant that has these devices alone; empty = they are shared
     wanted_site: Site = ()  # the devices that its next load is to stand on; empty = whichever are best
     weights_bytes: int = 0
     unload_first: tuple[ModelVersion, ...] = ()
@@ -96,7 +97,7 @@ class Residence:
     @property
     def need(self) -> Need:
         """What it takes, once its bytes are known; as it was placed, while it is."""
-        return Need.of(self.instance.version, self.device_bytes, len(self.site) or self.count)
+        return Need.of(self.instance.version, self.device_bytes, len(self.site) or self.count, self.alone_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,10 @@ class Node:
             self.residences[version] = home
         home.model = model
         return home
+
+    def alone(self) -> dict[ModelVersion, str]:
+        """Which versions a tenant has alone on their devices."""
+        return {version: home.alone_for for version, home in self.residences.items() if home.alone_for}
 
     def devices_of(self, home: Residence) -> tuple[Device, ...]:
         """The devices that a version stands on or is loaded to."""

@@ -88,7 +88,8 @@ class Succession:
             self._node.tell()
         if moving or new in self._staging or now_ms < self._retry_ms.get(new, 0):
             return
-        if heir is not None and heir.instance.state is State.FAILED and not fits_beside(self._node.device, heir.need):
+        failed = heir is not None and heir.instance.state is State.FAILED
+        if heir is not None and failed and not fits_beside(self._node.device, heir.need, self._node.alone()):
             return  # the old one made room for it once, in vain: not again
         try:
             model = self._library.find(new)
@@ -106,18 +107,19 @@ class Succession:
         except RoundhouseError as error:
             self._give_up(new, error.message)
             return
-        await self._give_notice(old, Need.of(new, size, max(1, model.tensor_parallel)))
+        await self._give_notice(old, Need.of(new, size, max(1, model.tensor_parallel), old.alone_for))
         if old.instance.state is not State.READY:
             return
         heir = self._node.settle_in(new, model)
-        heir.unload_first, heir.reason, heir.wanted_site = (old.instance.version,), NEW_VERSION, ()
+        heir.unload_first, heir.reason = (old.instance.version,), NEW_VERSION
+        heir.wanted_site, heir.alone_for = (), old.alone_for
         self._retry_ms[new] = self._clock.now_ms() + RETRY_MS  # if it is refused: for lack of room, or by an operator
         step = self._steps.take(new, words.LoadCommanded(heir.instance.generation))
         log.info("new_version_loads", model=new.model, digest=new.digest, taken=isinstance(step, Moved))
 
     async def _give_notice(self, old: Residence, need: Need) -> None:
         """If the old one has to make room: say so before it takes no more, so that nobody is on his way to it then."""
-        if fits_beside(self._node.device, need) or not any(sites(self._node.device, need)):
+        if fits_beside(self._node.device, need, self._node.alone()) or not any(sites(self._node.device, need)):
             return
         old.leaving = True
         self._node.tell()

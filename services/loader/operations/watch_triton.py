@@ -134,14 +134,15 @@ class TritonWatch:
         try:
             home = self._node.settle_in(version, self._library.find(version))
             size = self._node.size_measured(home) or await self._library.device_bytes(home.model)
-            uuids = await self._control.placed_on(home.triton_name, timeout_ms=PROBE_TIMEOUT_MS)
+            placed = await self._control.placed_on(home.triton_name, timeout_ms=PROBE_TIMEOUT_MS)
         except RoundhouseError:
             return False
         if not home.instance.state.is_at_rest:
             return True  # an order came meanwhile
-        site = self._site_of(uuids)
+        site = self._site_of(placed.uuids)
         if site is None or not self._take_place(home, size, site):
             return False
+        home.alone_for = placed.alone_for
         log.info("instance_adopted", model=version.model, digest=version.digest, devices=home.site)
         self._steps.take(version, words.Adopted() if state is TritonState.READY else words.FoundLeaving())
         return True

@@ -14,7 +14,7 @@ from services.scheduler.domain.obstacles import why_nowhere
 from services.scheduler.domain.plans import PoolView, ResidencyPolicy, Wait
 from services.scheduler.domain.preference import near_first
 from services.scheduler.domain.records import InstanceKey, instance_key
-from services.scheduler.domain.sites import Rooms, Site, sites
+from services.scheduler.domain.sites import Rooms, Site, sites, strangers
 from services.scheduler.domain.speeds import Speeds
 
 
@@ -100,7 +100,8 @@ def _cold(
 def _until_room(
     view: PoolView, rooms: Rooms, spec: VersionSpec, policy: ResidencyPolicy, site: Site, now_ms: int
 ) -> tuple[int, Wait, str]:
-    if rooms.fits(site, spec.share):
+    others = strangers(site, spec)
+    if rooms.fits(site, spec.share) and not others:
         return 0, Wait.LOADING, "it is loaded first"
     awaited = {depth.version for depth in view.state.depths}
     ready = [each for each in site.node.instances if each.residence is Residence.READY]
@@ -116,11 +117,11 @@ def _until_room(
         took_ms = each.stage_ms + each.load_ms
         return each.since_ms + max(policy.quantum_ms, policy.quantum_loads * took_ms)
 
-    chosen = rooms.just_enough(site, spec.share, idle, lambda each: (each.version,))
+    chosen = rooms.just_enough(site, spec.share, idle, lambda each: (each.version,), others)
     if chosen is not None:
         return len(chosen) * UNLOAD_MS, Wait.LOADING, "it is loaded first, after others have left"
     busy = [each for each in ready if not _must_stay(view, each)]
-    chosen = rooms.just_enough(site, spec.share, busy, lambda each: (over_ms(each), each.version))
+    chosen = rooms.just_enough(site, spec.share, busy, lambda each: (over_ms(each), each.version), others)
     turn = "no memory is free; the models that hold it have their time first"
     if chosen is None:
         return policy.quantum_ms, Wait.ROOM, "no memory is free and nothing may leave"

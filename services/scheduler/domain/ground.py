@@ -12,7 +12,7 @@ from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Re
 from services.scheduler.domain.plans import Deferred, Load, PoolView, ResidencyPolicy, Rotate
 from services.scheduler.domain.pressure import LastUses
 from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, instance_key
-from services.scheduler.domain.sites import Rooms, Site, is_held, retry_at_ms, sites
+from services.scheduler.domain.sites import Rooms, Site, is_held, retry_at_ms, sites, strangers
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Ground:
         def order(each: InstanceView) -> tuple[object, ...]:
             return (*self.worth_of(site.node, each), each.version)
 
-        return self.rooms.just_enough(site, spec.share, leaving, order)
+        return self.rooms.just_enough(site, spec.share, leaving, order, strangers(site, spec))
 
     def worth_of(self, node: NodeView, instance: InstanceView) -> tuple[float, int]:
         """What is lost if an instance leaves."""

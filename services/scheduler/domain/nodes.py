@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 
 from roundhouse.vocabulary import NodeId, PoolName
-from services.scheduler.domain.records import VersionKey, base_of
+from services.scheduler.domain.records import VersionKey, base_of, owner_of
 
 
 class Residence(StrEnum):
@@ -109,6 +110,11 @@ class VersionSpec:
     devices: int = 1  # it takes this many of one link group, all or none
     alone: bool = False  # only on MIG slices that nobody but its owner uses
     start_slo_ms: int = 0  # how long a request may wait for its start before the model wants another instance; 0 = ever
+
+    @property
+    def alone_for(self) -> str:
+        """A token of the tenant that has its devices alone, since nodes need not know tenants; empty = shared."""
+        return sha256(owner_of(self.version).encode()).hexdigest()[:16] if self.alone else ""
 
     @property
     def share(self) -> int:

@@ -7,14 +7,21 @@ from services.scheduler.domain.sites import could_ever_hold, leaves, retry_at_ms
 NO_NODE = "no healthy node may load it now"
 
 
+def devices_needed(spec: VersionSpec) -> str:
+    """What a version stands on, in words."""
+    kind = "MIG slice" if spec.alone else "device"
+    if spec.devices == 1:
+        return f"a {kind} of {spec.share} bytes"
+    return f"{spec.devices} linked {kind}s of {spec.share} bytes"
+
+
 def why_nowhere(view: PoolView, spec: VersionSpec, now_ms: int) -> tuple[Wait, str]:
     """The reason that is nearest to being over. O(nodes)."""
     healthy = [node for node in view.nodes if node.healthy and serves(node, spec.version)]
     if not any(could_ever_hold(node, spec) for node in healthy):
         if not healthy or (spec.devices == 1 and not spec.alone):
             return Wait.NODE, NO_NODE
-        kind = "a MIG slice" if spec.alone else f"{spec.devices} linked devices"
-        return Wait.DEVICES, f"no healthy node has {kind} of {spec.share} bytes"
+        return Wait.DEVICES, f"no healthy node has {devices_needed(spec)}"
     if any(leaves(node, spec.version) for node in healthy):
         return Wait.DRAINING, "it is being unloaded, and loads again afterwards"
     if any(retry_at_ms(view.state, node, spec.version) > now_ms for node in healthy):

@@ -45,7 +45,7 @@ from services.scheduler.domain.records import (
     owner_of,
     version_key,
 )
-from services.scheduler.domain.sites import Rooms, Site, retry_at_ms, stands_on
+from services.scheduler.domain.sites import Rooms, Site, retry_at_ms, stands_on, strangers
 
 __all__ = [
     "Load",
@@ -194,7 +194,11 @@ class _Planner(Ground):
 
     def _load_free(self, spec: VersionSpec, nodes: list[NodeView], reason: str) -> bool:
         roomy = [node for node in nodes if self.rooms.has_room(node, spec.share)]
-        fitting = [site for site in self.sites_of(spec, roomy) if self.rooms.fits(site, spec.share)]
+        fitting = [
+            site
+            for site in self.sites_of(spec, roomy)
+            if self.rooms.fits(site, spec.share) and not strangers(site, spec)
+        ]
         if not fitting:
             return False
         self._load(spec, min(fitting, key=self._preference(spec)), [], reason)
@@ -250,7 +254,7 @@ class _Planner(Ground):
         ]
         if later:
             *_, site, chosen = min(later, key=lambda choice: choice[:2])
-            self.rooms.reserve(site, spec.share, chosen)
+            self.rooms.reserve(site, spec.share, chosen, alone=spec.alone)
             self.promised.update(instance_key(site.node.node_id, each.version) for each in chosen)
             self.idle.pop(site.node.node_id, None)
 
@@ -284,14 +288,16 @@ class _Planner(Ground):
             self.rotations.append(Rotate(victim, spec.version))
             self.closed[victim.instance] = spec.version
         self.idle.pop(site.node.node_id, None)
-        self.rooms.reserve(site, spec.share, leaving)
+        self.rooms.reserve(site, spec.share, leaving, alone=spec.alone)
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def _load(self, spec: VersionSpec, site: Site, leaving: list[InstanceView], reason: str) -> None:
         victims = tuple(_victim(site.node, each) for each in leaving)
         devices = site.devices if site.node.devices else ()
-        self.loads.append(Load(spec.version, site.node.node_id, spec.device_bytes, victims, reason, devices))
+        self.loads.append(
+            Load(spec.version, site.node.node_id, spec.device_bytes, victims, reason, devices, spec.alone_for)
+        )
         for victim in victims:
             self.closed[victim.instance] = spec.version
         self.idle.pop(site.node.node_id, None)

@@ -89,6 +89,7 @@ class Load:
     victims: tuple[Victim, ...]
     reason: str  # "demand" or "prewarm": for the audit stream
     devices: tuple[int, ...] = ()  # empty = the loader's choice
+    alone_for: str = ""  # token of the tenant that has these devices alone; empty = they are shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,29 +83,39 @@ class Rooms:
             for index in stands_on(site.node, each):
                 self.free[(site.node.node_id, index)] += _share_of(site.node, each)
 
-    def reserve(self, site: Site, share: int, leaving: Sequence[InstanceView] = ()) -> None:
-        """Keep what is free of a site for one who waits for the rest of it: `leaving` bring what is missing."""
+    def reserve(self, site: Site, share: int, leaving: Sequence[InstanceView] = (), *, alone: bool = False) -> None:
+        """Keep what is free of a site for one who waits for the rest of it: `leaving` bring what is missing.
+
+        For one who is to be alone there all of it is kept."""
         self.most.pop(site.node.node_id, None)
         for index in site.devices:
             freed = sum(_share_of(site.node, each) for each in leaving if index in stands_on(site.node, each))
             key = (site.node.node_id, index)
-            self.free[key] -= min(max(0, self.free[key]), max(0, share - freed))
+            free = max(0, self.free[key])
+            self.free[key] -= free if alone else min(free, max(0, share - freed))
 
     def just_enough(
-        self, site: Site, share: int, leaving: Sequence[InstanceView], order: Order
+        self,
+        site: Site,
+        share: int,
+        leaving: Sequence[InstanceView],
+        order: Order,
+        strangers: Sequence[InstanceView] = (),
     ) -> list[InstanceView] | None:
         """The first of `leaving` by `order` that make room on every device of a site, none that is not needed (B22).
 
-        None if all of them together do not."""
+        `strangers` leave in any case. None if they may not, or all of `leaving` together do not make enough room."""
+        if not all(each in leaving for each in strangers):
+            return None
         missing = {index: share - self.free[(site.node.node_id, index)] for index in site.devices}
         chosen: list[InstanceView] = []
         for each in sorted(leaving, key=order):
-            if any(missing.get(index, 0) > 0 for index in stands_on(site.node, each)):
+            if each in strangers or any(missing.get(index, 0) > 0 for index in stands_on(site.node, each)):
                 chosen.append(each)
                 _add(missing, site.node, each, -1)
         if any(each > 0 for each in missing.values()):
             return None
-        for each in list(chosen):
+        for each in [each for each in chosen if each not in strangers]:
             _add(missing, site.node, each, 1)
             if any(left > 0 for left in missing.values()):
                 _add(missing, site.node, each, -1)
@@ -130,6 +140,19 @@ def sites(node: NodeView, spec: VersionSpec, view: PoolView | None = None) -> It
             yield Site(node, tuple(sorted(each.index for each in chosen)))
 
 
+def strangers(site: Site, spec: VersionSpec) -> list[InstanceView]:
+    """Who must leave the devices of a site before a version may be alone there; nobody for one that need not be."""
+    if not spec.alone:
+        return []
+    return [
+        each
+        for each in site.node.instances
+        if each.residence in ON_DEVICE
+        and owner_of(each.version) != owner_of(spec.version)
+        and set(site.devices) & set(stands_on(site.node, each))
+    ]
+
+
 def sited(view: PoolView, load: Load, now_ms: int) -> Load | None:
     """A load that names no devices, with the tightest site that it fits on after its victims; None if there is none.
 
@@ -144,10 +167,10 @@ def sited(view: PoolView, load: Load, now_ms: int) -> Load | None:
     leaving = [each for each in node.instances if each.version in gone]
     found = []
     for site in sites(node, spec, view):
-        chosen = rooms.just_enough(site, spec.share, leaving, lambda each: (each.version,))
+        chosen = rooms.just_enough(site, spec.share, leaving, lambda each: (each.version,), strangers(site, spec))
         if chosen is not None:
             found.append((rooms.slack(site), site.devices))
-    return replace(load, devices=min(found)[1]) if found else None
+    return replace(load, devices=min(found)[1], alone_for=spec.alone_for) if found else None
 
 
 def serves(node: NodeView, version: VersionKey) -> bool:
@@ -211,18 +234,23 @@ def _choices(devices: list[DeviceView], count: int) -> Iterator[Sequence[DeviceV
 
 
 def _is_allowed(node: NodeView, device: DeviceView, spec: VersionSpec, view: PoolView | None) -> bool:
-    """Tenants with MIG slices of their own are alone on them; everybody else keeps off those."""
+    """Tenants with MIG slices of their own are alone on them; everybody else keeps off those.
+
+    What stands on a slice without being alone has to leave for one who is (`strangers`); what is on its way there has
+    come first."""
     if spec.alone and not device.mig:
         return False
     if view is None or not device.mig:
         return True
-    here = [
+    standing = [
         each.version for each in node.instances if each.residence in ON_DEVICE and device.index in stands_on(node, each)
     ]
-    here += [
+    coming = [
         version
         for version, claim in view.state.loads.items()
         if claim.node_id == node.node_id and device.index in claim.devices
     ]
-    others = [each for each in here if owner_of(each) != owner_of(spec.version)]
-    return not any(spec.alone or (each in view.specs and view.specs[each].alone) for each in others)
+    others = [each for each in (*standing, *coming) if owner_of(each) != owner_of(spec.version)]
+    if any(each in view.specs and view.specs[each].alone for each in others):
+        return False
+    return not (spec.alone and any(each in coming for each in others))

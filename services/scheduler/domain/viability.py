@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
+from services.scheduler.domain.obstacles import devices_needed
 from services.scheduler.domain.placement import PoolView, retry_at_ms
 from services.scheduler.domain.records import instance_key
 from services.scheduler.domain.sites import could_ever_hold, serves
@@ -24,6 +25,7 @@ class TooBig:
     """No node of the pool could ever hold it."""
 
     largest_bytes: int
+    reason: str = ""  # in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
         return Viable(slots)
     able = [node for node in view.nodes if serves(node, spec.version) and could_ever_hold(node, spec)]
     if view.nodes and not able:
-        return TooBig(max(each.capacity for node in view.nodes for each in node.places))
+        largest = max(each.capacity for node in view.nodes for each in node.places)
+        return TooBig(largest, f"no node of its pool has {devices_needed(spec)}")
     healthy = [node for node in able if node.healthy]
     if not healthy:
         return Viable(0) if any(node.quiet for node in able) else NoNode()

@@ -321,6 +321,7 @@ class Residency:
             deadline_ms=self._load_deadline_ms,
             reason=load.reason,
             devices=load.devices,
+            alone_for=load.alone_for,
         )
 
     def _victims_stay(self, load: Load) -> bool:

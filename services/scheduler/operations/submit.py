@@ -81,8 +81,8 @@ class Submission:
             return _refused(wire.Refused.REASON_NEVER_FITS, impossible)
         outlook = self._outlooks.of(pool, version, model, request)
         match viability(view, outlook.spec, self._clock.now_ms()):
-            case TooBig():
-                return _refused(wire.Refused.REASON_NEVER_FITS, "the model is larger than any node of its pool")
+            case TooBig(_, reason):
+                return _refused(wire.Refused.REASON_NEVER_FITS, f"the model can never be loaded: {reason}")
             case NoNode():
                 message = "no healthy node serves the model"
                 refused = _refused(wire.Refused.REASON_UNAVAILABLE, message, RETRY_SOON_MS)

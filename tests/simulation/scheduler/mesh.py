@@ -74,6 +74,7 @@ class FakeNode:
     role: "vocabulary_pb2.NodeRole.ValueType" = vocabulary_pb2.NODE_ROLE_MIXED
     devices: tuple[int, ...] = ()  # capacities, all of one link group; empty = one of the node's capacity, not told
     mig: bool = False
+    alone: dict[str, str] = field(default_factory=dict)  # model → who has its devices alone
     stands: dict[str, tuple[int, ...]] = field(default_factory=dict)  # model → devices
     together_max: Counter[str] = field(default_factory=Counter)  # model → most requests at once
     pool: PoolName = POOL
@@ -160,7 +161,7 @@ class FakeNode:
             victims = [victim.model for victim in request.unload_first]
             if self.stuck & set(victims):
                 await self._wait_in_vain(self.stuck & set(victims), request.deadline_ms)
-            self._make_room(name, victims, tuple(request.devices))
+            self._make_room(name, victims, tuple(request.devices), request.alone_for)
             self.loads.append(name)
             self.stands[name] = tuple(request.devices)
             self.loading[name] = self.clock.now_ms()
@@ -204,16 +205,26 @@ class FakeNode:
             self.unloads.append(name)
             await self.announce()
 
-    def _make_room(self, name: str, victims: list[str], devices: tuple[int, ...]) -> None:
+    def _make_room(self, name: str, victims: list[str], devices: tuple[int, ...], alone_for: str) -> None:
+        self.alone[name] = alone_for
         for victim in victims:
-            if self._fits(name, devices):
+            if self._fits(name, devices) and not self._strangers(name, devices):
                 break
             if victim in self.ready:
                 assert not self.now_running[victim], f"invariant 8: {victim} is in use"
                 del self.ready[victim]
                 self.unloads.append(victim)
-        if not self._fits(name, devices):
+        if not self._fits(name, devices) or self._strangers(name, devices):
             raise CapacityExhausted(f"{name} does not fit")
+
+    def _strangers(self, name: str, devices: tuple[int, ...]) -> list[str]:
+        """Who cannot stay beside it: it or they have their devices alone."""
+        there = {*self.ready, *self.loading, *self.unloading} - {name}
+        return [
+            each
+            for each in there
+            if set(self.stands.get(each, ())) & set(devices) and self.alone.get(each, "") != self.alone[name]
+        ]
 
     def _fits(self, name: str, devices: tuple[int, ...]) -> bool:
         there = (*self.ready, *self.loading, *self.unloading)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.packaging import EngineDevice, EngineSpec, PackagingError, TritonPackage, devices_of, package
+from engines.packaging import EngineDevice, EngineSpec, PackagingError, Placement, TritonPackage, package, placement_of
 from tests.builders.checkpoints import knob_model, random_checkpoint
 
 GPU_2 = EngineDevice("GPU-2", ordinal=2, visible_as="GPU-2", capacity=100)
@@ -23,11 +23,11 @@ def native(folder: Path, backend: str, *devices: EngineDevice) -> TritonPackage:
     return package(EngineSpec("triton", "m", str(folder), devices=devices))
 
 
-def devices_in(packaged: TritonPackage) -> tuple[str, ...]:
+def placed(packaged: TritonPackage) -> Placement:
     """What a later loader reads of the package."""
     parameters = packaged.config["parameters"]
     assert isinstance(parameters, dict)
-    return devices_of(parameters["devices"]["string_value"])
+    return placement_of(parameters["devices"]["string_value"])
 
 
 @pytest.mark.parametrize("devices", [(HOST,), ()])
@@ -45,11 +45,13 @@ def test_a_process_of_its_own_sees_only_its_gpus(
     tmp_path: Path, devices: tuple[EngineDevice, ...], visible: str
 ) -> None:
     """Gangs and slices alike: one instance that takes its devices itself, and their UUIDs in its environment."""
-    packaged = package(EngineSpec("vllm", "m", str(random_checkpoint(tmp_path / "m")), devices=devices, share=20))
+    packaged = package(
+        EngineSpec("vllm", "m", str(random_checkpoint(tmp_path / "m")), devices=devices, share=20, alone_for="token")
+    )
     assert packaged.config["instance_group"] == [{"kind": "KIND_MODEL", "count": 1}]
     assert packaged.files[ACTIVATE] == f"export CUDA_VISIBLE_DEVICES='{visible}'\n".encode()
     assert "$$TRITON_MODEL_DIRECTORY/roundhouse-environment" in str(packaged.config["parameters"])
-    assert devices_in(packaged) == tuple(device.uuid for device in devices)
+    assert placed(packaged) == Placement(tuple(device.uuid for device in devices), "token")
     arguments = json.loads(packaged.files["file:1/model.json"])
     # 20 of 100 bytes on each GPU, 20 of 40 on the slice
     assert arguments["gpu_memory_utilization"] == (0.5 if devices == (SLICE,) else 0.2)
@@ -60,7 +62,7 @@ def test_an_engine_in_tritons_process_gets_one_gpu_by_its_number(tmp_path: Path)
     """KIND_GPU with the GPU's number; the number of instances stays the model's own choice."""
     packaged = native(tmp_path / "m", "tensorrt", GPU_2)
     assert packaged.config["instance_group"] == [{"kind": "KIND_GPU", "gpus": [2], "count": 2}]
-    assert devices_in(packaged) == ("GPU-2",)
+    assert placed(packaged) == Placement(("GPU-2",))
 
 
 @pytest.mark.parametrize(("devices", "cause"), [((GPU_2, GPU_3), "one GPU, not several"), ((SLICE,), "MIG slice")])
@@ -87,4 +89,4 @@ def test_an_environment_of_the_models_own_is_not_overwritten(tmp_path: Path) -> 
 @pytest.mark.parametrize("text", ["", "no json", "7", '{"a": 1}'])
 def test_a_parameter_that_is_not_ours_names_no_devices(text: str) -> None:
     """A model's own parameter may have the same name."""
-    assert devices_of(text) == ()
+    assert placement_of(text) == Placement()

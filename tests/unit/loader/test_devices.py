@@ -166,6 +166,26 @@ async def test_a_slice_with_a_model_on_it_is_not_chosen_for_another(node: SmallN
     assert sites(node)["c"] == (1,)
 
 
+@on_a_small_node(A, B, C, devices=SLICES[:1])
+async def test_a_slice_that_is_to_be_a_tenants_alone_is_cleared(node: SmallNode) -> None:
+    """A, of 60 of 100, may stand beside B of 30. Whoever has the slice alone waits for both to leave, though the memory
+    of one would do; beside it only what is for the same tenant stands, also after a restart of the loader."""
+    thin = [replace(each, device_bytes=30) for each in (B, C)]
+    for each in thin:
+        node.library.models[version_of(each)] = each
+    await node.load(A, devices=(0,))
+    await node.load(thin[0], devices=(0,))
+    assert isinstance(await outcome(node.load(C, devices=(0,), alone_for="x", first=(A,))), CapacityExhausted)
+    await node.load(C, devices=(0,), alone_for="x", first=(A, B))
+    assert node.device == (30, 0)
+    async with small_node([A, *thin], devices=SLICES[:1], triton=node.control) as new:
+        assert sites(new) == {"c": (0,)}
+        assert isinstance(await outcome(new.load(A, devices=(0,))), CapacityExhausted)
+        assert isinstance(await outcome(new.load(A, devices=(0,), alone_for="y")), CapacityExhausted)
+        await new.load(B, devices=(0,), alone_for="x")
+        assert new.device == (60, 0)
+
+
 def test_measured_sizes_outlive_the_loader() -> None:
     """On GPUs what NVML says of the model's processes, as much on each device as on the fullest: 2 × 300 MB. The next
     loader reserves that much before the first byte, and adopts as much."""
