@@ -104,7 +104,7 @@ def test_whatever_happens_the_node_ends_as_ordered(seed: int) -> None:
     run_virtual(_history(history(Random(seed))))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_whatever_happens_devices_and_gangs_end_as_ordered(seed: int) -> None:
     """The same on two link groups of two devices, where half of the models are gangs of two: all or none, always."""
