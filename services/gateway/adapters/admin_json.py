@@ -76,6 +76,7 @@ def node_json(state: loading_pb2.NodeState) -> dict[str, Any]:
         "device_count": state.device_count,
         "sent": _time(state.sent_unix_ms),
         "tiers": [_tier_json(tier) for tier in state.tiers],
+        "devices": [_device_json(device) for device in state.devices],
         "instances": [_instance_json(instance) for instance in state.instances],
         "adapters": _adapters_json(state.adapters),
     }
@@ -88,6 +89,19 @@ def _adapters_json(state: loading_pb2.AdapterState) -> dict[str, Any]:
         "host_capacity": state.host_capacity,
         "host_resident": state.host_resident,
         "refused": [{"adapter": each.adapter, "base": each.base, "reason": each.reason} for each in state.refused],
+    }
+
+
+def _device_json(device: loading_pb2.Device) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "mig_profile": device.profile or None,
+        "link_group": device.link_group,
+        "capacity": device.capacity,
+        "resident": device.resident,
+        "reserved": device.reserved,
+        "unaccounted": device.unaccounted,
     }
 
 
@@ -116,6 +130,7 @@ def _instance_json(instance: loading_pb2.Instance) -> dict[str, Any]:
         "retry_at": _time(instance.retry_at_unix_ms),
         "tier": _word(vocabulary_pb2.Tier.Name(instance.tier), "TIER_"),
         "measured_bytes": instance.measured_bytes,
+        "devices": list(instance.devices),
         "bytes_done": instance.bytes_done,
         "bytes_total": instance.bytes_total,
         "estimated_remaining_ms": instance.estimated_remaining_ms,
