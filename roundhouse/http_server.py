@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,6 +23,7 @@ HEAD_BYTES_MAX = 64 * 1024  # request line and headers together; 431 above it
 HEAD_S = 10.0  # a guess: a head fits into one packet
 KEEP_ALIVE_S = 75.0  # as nginx; clients and balancers keep connections for about a minute
 BACKLOG = 1_024
+GATHERED_BYTES_MAX = 64 * 1024  # asyncio's own high-water mark of a transport
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -104,6 +105,47 @@ async def serve_http(
         listener.close()
 
 
+class GatheredWrites:
+    """A transport that sends what is written in one turn of the loop at once: a head and its body, several pieces.
+
+    A write is a system call that wakes the reader; uvicorn makes one for the head and one for each piece. Everything
+    else is the transport's own."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        # What uvicorn calls for every request, without a detour.
+        self.is_closing = transport.is_closing
+        self.get_extra_info = transport.get_extra_info
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+
+    def write(self, data: bytes) -> None:
+        """Send soon; at once if much waits, so that the transport can tell the writer to pause."""
+        if not self._unsent:
+            self._loop.call_soon(self._send)
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes > GATHERED_BYTES_MAX:
+            self._send()
+
+    def _send(self) -> None:
+        if self._unsent:
+            unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
+
+    def close(self) -> None:
+        """Close when everything is sent."""
+        self._send()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        self._send()  # whoever looks behind must find what was written
+        return getattr(self._transport, name)
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with a limit on the time and the length of a request's head."""
 
@@ -114,7 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
         """A new client has as long as any for its first request's head."""
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", GatheredWrites(transport, self.loop)))
         self._begin_head()
 
     def on_message_begin(self) -> None:

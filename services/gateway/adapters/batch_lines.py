@@ -1,16 +1,15 @@
 """`LineRunner`: a line of a batch goes through the same calls as a request over HTTP, in the batch class."""
 
 import asyncio
-import uuid
 from typing import Any
 
 import msgspec
 from starlette.types import Message
 
 from roundhouse.errors import RoundhouseError
-from roundhouse.vocabulary import RequestId
 from services.gateway.adapters.http_errors import http_status, internal_error, openai_error
 from services.gateway.adapters.openai_calls import OpenAICalls
+from services.gateway.adapters.request_ids import new_request_id
 from services.gateway.domain.batches import Batch
 from services.gateway.domain.keys import INFERENCE
 from services.gateway.operations.resolve_model import RequestContext
@@ -35,7 +34,7 @@ class CallLines:
             limits=submitter.limits,
             family=submitter.family,
         )
-        context = RequestContext(RequestId(uuid.uuid4().hex), caller, deadline_unix_ms)
+        context = RequestContext(new_request_id(), caller, deadline_unix_ms)
         try:
             answer = await self._calls.answer(batch.endpoint, body, context, may_stream=False)
         except RoundhouseError as error:

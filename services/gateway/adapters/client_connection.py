@@ -66,22 +66,32 @@ class _Departure:
 
     def __init__(self, task: "asyncio.Task[Any]") -> None:
         self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle
         self.happened = False
 
     async def watch(self, receive: Receive, sender: Sender) -> None:
         """Until the client has left, or has been stuck on one piece for `STALL_S_MAX` (at most twice that)."""
-        stuck_at: int | None = None
-        while True:
-            try:
-                async with asyncio.timeout(STALL_S_MAX):
-                    await _disconnected(receive)
-                break
-            except TimeoutError:
-                if stuck_at is not None and sender.stuck_at == stuck_at:
-                    break
-                stuck_at = sender.stuck_at
-        self.happened = True
-        self._task.cancel()
+        self._look_again(sender, None)
+        try:
+            await _disconnected(receive)
+        finally:
+            self._timer.cancel()
+        self._leave()
+
+    def _look_again(self, sender: Sender, stuck_at: int | None) -> None:
+        self._timer = self._loop.call_later(STALL_S_MAX, self._look, sender, stuck_at)
+
+    def _look(self, sender: Sender, stuck_at: int | None) -> None:
+        if stuck_at is not None and sender.stuck_at == stuck_at:
+            self._leave()
+        else:
+            self._look_again(sender, sender.stuck_at)
+
+    def _leave(self) -> None:
+        if not self.happened:
+            self.happened = True
+            self._task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,15 +4,14 @@ The key is in the metadata, as over HTTP in the headers; the deadline is the ear
 `x-request-deadline-ms`.
 """
 
-import uuid
 from typing import Any
 
 from starlette.datastructures import Headers
 
 from roundhouse.clock import Clock
-from roundhouse.vocabulary import RequestId
 from services.gateway.adapters.http_edge import Identify, key_text
 from services.gateway.adapters.http_requests import DEADLINE_HEADER, allowed_to_infer, deadline_ms_of
+from services.gateway.adapters.request_ids import new_request_id
 from services.gateway.operations.resolve_model import RequestContext
 from services.gateway.ports import Caller
 
@@ -36,7 +35,7 @@ class GrpcCalls:
     async def request(self, context: Any) -> RequestContext:
         """Who asks, under a fresh id, until when. Raises as `caller`, and InvalidInput."""
         caller = await self.caller(context)
-        return RequestContext(RequestId(uuid.uuid4().hex), caller, self.deadline_unix_ms(context))
+        return RequestContext(new_request_id(), caller, self.deadline_unix_ms(context))
 
     def deadline_unix_ms(self, context: Any) -> int:
         """When the call must have ended. Raises InvalidInput for a header that is no positive number."""

@@ -7,7 +7,6 @@ prompts and keys are never logged (invariant 16); labels come from the route tab
 
 import time
 import traceback
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from inspect import iscoroutinefunction
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from roundhouse import telemetry
 from roundhouse.errors import RoundhouseError, Unauthenticated
 from services.gateway.adapters.http_errors import NoSuchRoute, WrongMethod, error_response, internal_error
+from services.gateway.adapters.request_ids import new_request_id
 from services.gateway.domain.outcomes import STATUS_CLIENT_LEFT, ClientLeft
 from services.gateway.ports import Caller
 
@@ -52,7 +52,7 @@ class HttpEdge:
             assert scope["type"] == "websocket", scope["type"]
             await send({"type": "websocket.close", "code": 1008})
             return
-        request_id = uuid.uuid4().hex
+        request_id = new_request_id()
         headers = Headers(scope=scope)
         state: _State = scope.setdefault("state", {})
         state["request_id"] = request_id

@@ -5,7 +5,6 @@ trace settings) exist and refuse. Errors are those of the table in `roundhouse.e
 Source: KServe v2 (Open Inference Protocol), gRPC; the service definition is tritonclient's.
 """
 
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from tritonclient.grpc import service_pb2_grpc as kserve_grpc
 
 from roundhouse.errors import Forbidden, InvalidInput, RoundhouseError
 from roundhouse.ops_server import Readiness
-from roundhouse.vocabulary import RequestId
 from services.gateway.adapters.grpc_requests import GrpcCalls
 from services.gateway.adapters.kserve_bodies import refuse_unsupported
 from services.gateway.adapters.kserve_rest import (
@@ -28,6 +26,7 @@ from services.gateway.adapters.kserve_rest import (
 from services.gateway.adapters.kserve_values import tensor_of_contents
 from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.offload import sized
+from services.gateway.adapters.request_ids import new_request_id
 from services.gateway.domain.tensors import Tensor
 from services.gateway.operations.infer_tensors import VERSION, TensorCall, TensorWork
 from services.gateway.operations.resolve_model import RequestContext
@@ -108,7 +107,7 @@ class KServeService(kserve_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 yield kserve.ModelStreamInferResponse(error_message=error.message)
 
     async def _infer(self, request: Any, context: Any, caller: Caller) -> Any:
-        where = RequestContext(RequestId(uuid.uuid4().hex), caller, self._calls.deadline_unix_ms(context))
+        where = RequestContext(new_request_id(), caller, self._calls.deadline_unix_ms(context))
         self._work.visible(caller, request.model_name, request.model_version)
         refuse_unsupported(request.parameters)
         inputs = await sized(request.ByteSize(), inputs_of, request)

@@ -2,6 +2,7 @@
 
 Within one stream all messages begin with the same bytes (names, types and shapes of the outputs); the first one is read
 by protobuf, and those that begin like it only by the lengths of their contents. Anything else goes through protobuf.
+Most of those differ from the one before in their text alone: what stands before and behind it is compared, not read.
 Source: the KServe v2 gRPC messages and the encoding of protobuf.
 """
 
@@ -14,6 +15,7 @@ from services.gateway.adapters.triton_tensors import chunk_of, chunk_of_contents
 from services.gateway.ports import EngineChunk
 
 _INFER_RESPONSE_TAG = 0x12  # ModelStreamInferResponse.infer_response = 2, length-delimited
+_ELEMENT_BYTES = 4  # the length before an element of a BYTES tensor
 _CONTENTS_TAG = 0x32  # ModelInferResponse.raw_output_contents = 6, length-delimited
 
 
@@ -23,24 +25,40 @@ class ChunkReading:
     def __init__(self) -> None:
         self._head = b""  # of a ModelInferResponse, up to its first content
         self._names: tuple[str, ...] = ()
+        self._lead, self._tail = (
+            b"",
+            b"",
+        )  # of one that only adds text: what stands before the text's length, and after it
+        self._alike: EngineChunk | None = None  # what such a message says besides its text
 
     def chunk(self, messages: Sequence[bytes]) -> tuple[EngineChunk | None, str]:
         """What the messages say together, and the engine's error if it has ended with one.
 
         Raises protobuf's DecodeError for what is no message of the protocol."""
         chunks: list[EngineChunk] = []
+        texts: list[bytes] = []  # of messages in a row that only add text
         for message in messages:
+            if self._alike is not None and (text := self._added_text(message)) is not None:
+                texts.append(text)
+                continue
+            if texts:
+                chunks.append(self._chunk_of_texts(texts))
+                texts = []
             chunk, error = self._one(message)
             if error:
                 return _joined(chunks), error
             if chunk is not None:
                 chunks.append(chunk)
+        if texts:
+            chunks.append(self._chunk_of_texts(texts))
         return _joined(chunks), ""
 
     def _one(self, message: bytes) -> tuple[EngineChunk | None, str]:
         contents = self._contents(message)
         if contents is not None:
-            return chunk_of_contents(self._names, contents), ""
+            chunk = chunk_of_contents(self._names, contents)
+            self._learn(contents, chunk)
+            return chunk, ""
         reply = kserve.ModelStreamInferResponse.FromString(message)
         if reply.error_message:
             return None, str(reply.error_message)
@@ -68,12 +86,59 @@ class ChunkReading:
             at += length
         return contents if at == end and len(contents) == len(self._names) else None
 
+    def _learn(self, contents: list[bytes], chunk: EngineChunk) -> None:
+        """Keep what stands around the text of a message that only adds text."""
+        if (
+            chunk.finish_reason
+            or chunk.logprobs
+            or chunk.token_ids
+            or chunk.embedding
+            or "text_output" not in self._names
+        ):
+            return
+        at = self._names.index("text_output")
+        encoded = [bytes((_CONTENTS_TAG,)) + _length(len(content)) + content for content in contents]
+        self._lead = self._head + b"".join(encoded[:at]) + bytes((_CONTENTS_TAG,))
+        self._tail = b"".join(encoded[at + 1 :])
+        self._alike = chunk
+
+    def _added_text(self, message: bytes) -> bytes | None:
+        """The text of a message that is like the one learnt from; None for every other. UTF-8."""
+        if message[:1] != b"\x12":
+            return None
+        size, at = _varint(message, 1)
+        if at + size != len(message) or not message.startswith(self._lead, at) or not message.endswith(self._tail):
+            return None
+        length, begin = _varint(message, at + len(self._lead))
+        end = begin + length
+        if end + len(self._tail) != len(message) or length < _ELEMENT_BYTES:
+            return None
+        begin += _ELEMENT_BYTES
+        is_one = int.from_bytes(message[begin - _ELEMENT_BYTES : begin], "little") == end - begin
+        return message[begin:end] if is_one else None
+
+    def _chunk_of_texts(self, texts: list[bytes]) -> EngineChunk:
+        assert self._alike is not None
+        text = "".join([text.decode("utf-8", "replace") for text in texts])
+        return replace(self._alike, text=text, output_tokens=self._alike.output_tokens * len(texts))
+
     def _remember(self, response: kserve.ModelInferResponse) -> None:
         head = kserve.ModelInferResponse()
         head.CopyFrom(response)
         del head.raw_output_contents[:]
         self._head = head.SerializeToString()
         self._names = tuple(output.name for output in response.outputs)
+        self._alike = None
+
+
+def _length(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    data = bytearray()
+    while value >= 0x80:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -203,6 +203,7 @@ class Run:
         timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
         produced = produced_by(self._node_of(attempt, grant), grant.placements[-1], calls, timeout_ms)
         first = asyncio.ensure_future(_next_or_none(produced))
+        exhausted = False
         try:
             async for waiting in self._until_done(first, attempt):
                 yield waiting
@@ -221,10 +222,12 @@ class Run:
                 if attempt.leaving and left and may_go_on(self._progress):
                     raise NodeLeft("The node that ran the request is being emptied.")
                 item = await anext(produced, None)
+            exhausted = True
             if left:
                 raise EngineFailed("The engine ended without finishing the request.")
         finally:
-            await finished_anyway(_close(first, produced))
+            if not exhausted:
+                await finished_anyway(_close(first, produced))
 
     def _node_of(self, attempt: Attempt, grant: wire.Grant) -> InferenceNode:
         """The nodes; of a grant for two, as one."""
