@@ -56,7 +56,9 @@ Handler = Callable[[Message], Awaitable[bytes | None]]
 """Gets a message; what it returns is sent to the requester, None sends nothing."""
 
 AT_ONCE = 0
-"""`concurrency` of a handler that never waits: it runs where the message is read, without a task or a span."""
+"""`concurrency` of a handler that never waits: it runs where the message is read, without a task or a span. What it
+returns leaves with the next message of this process, or after `LINGER_S`: nobody should wait for it."""
+LINGER_S = 0.01  # short beside the time after which an unanswered message is sent again
 
 
 class Subscription(Protocol):
@@ -106,6 +108,8 @@ class NatsBus:
         self._inbox = ""  # where replies to our requests come
         self._replies: dict[str, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
+        self._lingering: list[tuple[str, bytes]] = []  # answers that wait for company
+        self._leaving: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(cls, url: str, *, name: str) -> "NatsBus":
@@ -152,6 +156,8 @@ class NatsBus:
     async def publish(self, subject: str, data: bytes) -> None:
         """See `EventBus.publish`."""
         try:
+            if self._lingering:
+                await self._send_lingering()
             await self._client.publish(subject, data, headers=telemetry.trace_headers())
         except NatsError as error:
             raise Unavailable("the bus takes no message now") from error
@@ -183,6 +189,8 @@ class NatsBus:
         try:
             if not self._inbox:
                 await self._open_inbox()
+            if self._lingering:
+                await self._send_lingering()
             await self._client.publish(subject, data, f"{self._inbox}.{token}", headers)
             return await reply
         except (NatsError, TimeoutError) as error:
@@ -190,6 +198,24 @@ class NatsBus:
         finally:
             timer.cancel()
             del self._replies[token]
+
+    def _answer_later(self, subject: str, data: bytes) -> None:
+        self._lingering.append((subject, data))
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._send_later())
+
+    async def _send_later(self) -> None:
+        await asyncio.sleep(LINGER_S)
+        self._leaving = None
+        try:
+            await self._send_lingering()
+        except NatsError:
+            log.debug("bus_answer_failed")  # whoever asked asks again
+
+    async def _send_lingering(self) -> None:
+        answers, self._lingering = self._lingering, []
+        for subject, data in answers:
+            await self._client.publish(subject, data)
 
     async def _open_inbox(self) -> None:
         inbox = self._inbox = str(self._client.new_inbox())
@@ -210,7 +236,7 @@ class NatsBus:
 
     async def subscribe(self, subject: str, handler: Handler, *, group: str = "", concurrency: int = 1) -> Subscription:
         """See `EventBus.subscribe`."""
-        running = _RunningHandlers(handler, concurrency)
+        running = _RunningHandlers(handler, concurrency, self._answer_later)
         on_message = running.at_once if concurrency == AT_ONCE else running.on_message
         running.subscription = await self._client.subscribe(subject, queue=group, cb=on_message)
         return running
@@ -270,8 +296,9 @@ class _RunningHandlers:
 
     The client delivers one message at a time; waiting for a permit here is what pushes back on it."""
 
-    def __init__(self, handler: Handler, concurrency: int) -> None:
+    def __init__(self, handler: Handler, concurrency: int, answer_later: Callable[[str, bytes], None]) -> None:
         self._handler = handler
+        self._answer_later = answer_later
         self._permits = asyncio.Semaphore(concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         self.subscription: Any = None  # nats-py ships no types
@@ -283,8 +310,9 @@ class _RunningHandlers:
         task.add_done_callback(self._done)
 
     async def at_once(self, message: Msg) -> None:
-        headers = dict(message.headers or {})
-        await self._answer(message, headers)
+        answer = await self._handled(message, dict(message.headers or {}))
+        if answer is not None and message.reply:
+            self._answer_later(message.reply, answer)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -296,10 +324,16 @@ class _RunningHandlers:
             await self._answer(message, headers)
 
     async def _answer(self, message: Msg, headers: dict[str, str]) -> None:
-        try:
-            answer = await self._handler(Message(message.subject, bytes(message.data), headers))
-            if answer is not None and message.reply:
+        answer = await self._handled(message, headers)
+        if answer is not None and message.reply:
+            try:
                 await message.respond(answer)
+            except NatsError:
+                log.warning("bus_answer_failed", subject=_span_subject(message.subject))
+
+    async def _handled(self, message: Msg, headers: dict[str, str]) -> bytes | None:
+        try:
+            return await self._handler(Message(message.subject, bytes(message.data), headers))
         except Exception as error:
             log.error(
                 "bus_handler_failed",
@@ -307,6 +341,7 @@ class _RunningHandlers:
                 error=type(error).__name__,
                 exc_info=True,
             )
+            return None
 
     async def stop(self) -> None:
         try:

@@ -8,7 +8,7 @@ Invariant: leaving stops accepting and lets open answers end. Decision: docs/dec
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ HEAD_BYTES_MAX = 64 * 1024  # request line and headers together; 431 above it
 HEAD_S = 10.0  # a guess: a head fits into one packet
 KEEP_ALIVE_S = 75.0  # as nginx; clients and balancers keep connections for about a minute
 BACKLOG = 1_024
+DEPARTURE = "roundhouse.departure"
+"""ASGI extension: a function that takes what to call when the client of this request leaves, or None to hear no more;
+it returns False if the client has left already. Cheaper than a task that waits for `http.disconnect`."""
 GATHERED_BYTES_MAX = 64 * 1024  # asyncio's own high-water mark of a transport
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -151,6 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     head_timeout_s = HEAD_S
     _head_timer: asyncio.TimerHandle | None = None
+    _on_departure: Callable[[], None] | None = None
     _head_bytes = 0
     _in_head = True
 
@@ -170,6 +174,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        extensions = cast("dict[str, Any]", self.scope.setdefault("extensions", {}))
+        extensions[DEPARTURE] = self._tell_departure
+
+    def _tell_departure(self, told: Callable[[], None] | None) -> bool:
+        self._on_departure = told
+        return self.parser is not None  # uvicorn's sign that the connection is there
 
     def data_received(self, data: bytes) -> None:
         """Refuse a head that does not end."""
@@ -183,6 +193,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """Nothing is waited for any more."""
         self._stop_timer()
         super().connection_lost(exc)
+        told, self._on_departure = self._on_departure, None
+        if told is not None:
+            told()
 
     def _begin_head(self) -> None:
         self._in_head, self._head_bytes = True, 0

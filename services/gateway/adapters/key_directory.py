@@ -23,7 +23,8 @@ from services.gateway.adapters import redis_names
 from services.gateway.domain import keys
 from services.gateway.ports import Caller
 
-KNOWN_MS = 1_000  # the bound of case B06 for code that neither admits nor asks `fresh`; one read a key a second
+KNOWN_MS = 800  # with `READING_MS` the bound of case B06, a second, for code that neither admits nor asks `fresh`
+READING_MS = 200  # so long others still use what is known of a key that one of them reads again
 UNKNOWN_MS = 1_000  # a key made just now works within this time where it was tried before
 ENTRIES_MAX = 10_000  # a guess: every key of a few thousand tenants, about 5 MB
 
@@ -43,6 +44,7 @@ class IndexEntry(msgspec.Struct, frozen=True):
 class _Remembered:
     entry: IndexEntry | None  # None: there is no such key
     until_ms: int  # monotonic
+    being_read: bool = False  # again, by a caller that waits for it
 
 
 _decode = msgspec.json.Decoder(IndexEntry).decode
@@ -76,6 +78,8 @@ class RedisKeyDirectory:
         remembered = self._memory.get(key_hash)
         if remembered is not None and remembered.until_ms > self._clock.monotonic_ms():
             return remembered.entry
+        if remembered is not None and not remembered.being_read:
+            self._remember(key_hash, remembered.entry, READING_MS, since_ms=remembered.until_ms, being_read=True)
         data = await self._read(self._redis.get(redis_names.key_index(key_hash)))
         entry = None if data is None else _decode(data)
         self._remember(key_hash, entry, UNKNOWN_MS if entry is None else KNOWN_MS)
@@ -91,8 +95,17 @@ class RedisKeyDirectory:
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be checked now") from error
 
-    def _remember(self, key_hash: str, entry: IndexEntry | None, duration_ms: int) -> None:
-        self._memory[key_hash] = _Remembered(entry, self._clock.monotonic_ms() + duration_ms)
+    def _remember(
+        self,
+        key_hash: str,
+        entry: IndexEntry | None,
+        duration_ms: int,
+        *,
+        since_ms: int | None = None,
+        being_read: bool = False,
+    ) -> None:
+        since_ms = self._clock.monotonic_ms() if since_ms is None else since_ms
+        self._memory[key_hash] = _Remembered(entry, since_ms + duration_ms, being_read)
         self._memory.move_to_end(key_hash)
         if len(self._memory) > ENTRIES_MAX:
             self._memory.popitem(last=False)

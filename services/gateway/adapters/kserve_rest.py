@@ -164,7 +164,7 @@ class _InferAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. Returns when it is settled, also if the client left."""
         sender = Sender(send)
-        await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender)
+        await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender, scope)
 
     async def _whole(self, sender: Sender) -> None:
         async with self._statistics.counted(self._parts, self._work) as run:

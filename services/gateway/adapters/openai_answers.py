@@ -66,7 +66,7 @@ class GenerationAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. Returns when it is settled, also if the client left."""
         sender = Sender(send)
-        await while_connected(receive, answered(self._produce, sender, scope, receive, send), sender)
+        await while_connected(receive, answered(self._produce, sender, scope, receive, send), sender, scope)
 
     async def _produce(self, sender: Sender) -> None:
         produce = self._stream if self._style.stream else self._whole
@@ -136,7 +136,7 @@ class EmbeddingAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. Returns when it is settled, also if the client left."""
         sender = Sender(send)
-        await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender)
+        await while_connected(receive, answered(self._whole, sender, scope, receive, send), sender, scope)
 
     async def _whole(self, sender: Sender) -> None:
         vectors: dict[int, tuple[float, ...]] = {}

@@ -39,6 +39,8 @@ class HuggingFaceCodec:
         self._environment = ChatEnvironment()
         self._renders_quickly = False
         self._template = self._environment.from_string(source) if source is not None else None
+        if self._template is not None:  # a plain dict instead of a chain of maps, which is copied for every rendering
+            self._template.globals = dict(self._template.globals)
         self.renders_tools: bool = source is not None and "tools" in source
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """What a language-model instance sends, read fast: all messages that are ready together become one chunk.
 
-Within one stream all messages begin with the same bytes (names, types and shapes of the outputs); the first one is read
-by protobuf, and those that begin like it only by the lengths of their contents. Anything else goes through protobuf.
+Messages of one model begin with few different heads (names, types and shapes of the outputs); the first with a head is
+read by protobuf, those that begin like it only by the lengths of their contents, anything else by protobuf.
 Most of those differ from the one before in their text alone: what stands before and behind it is compared, not read.
 Source: the KServe v2 gRPC messages and the encoding of protobuf.
 """
@@ -15,16 +15,37 @@ from services.gateway.adapters.triton_tensors import chunk_of, chunk_of_contents
 from services.gateway.ports import EngineChunk
 
 _INFER_RESPONSE_TAG = 0x12  # ModelStreamInferResponse.infer_response = 2, length-delimited
+_ANY_ID = b"\0" * 32  # as long as our ids, which are in no other place of a head
+HEADS_MAX = 8  # of one model: its first, middle and last messages, and some to spare
 _ELEMENT_BYTES = 4  # the length before an element of a BYTES tensor
 _CONTENTS_TAG = 0x32  # ModelInferResponse.raw_output_contents = 6, length-delimited
+
+
+class KnownHeads:
+    """What messages of one model begin with, learnt by one stream and used by the next ones. Bounded.
+
+    A head is all of a ModelInferResponse up to its first content. It may hold the id of the request."""
+
+    def __init__(self) -> None:
+        self._heads: dict[bytes, tuple[str, ...]] = {}  # with `_ANY_ID` in place of an id → names of the outputs
+
+    def of(self, request_id: bytes) -> dict[bytes, tuple[str, ...]]:
+        """The heads as they are in a stream with this id."""
+        return {head.replace(_ANY_ID, request_id): names for head, names in self._heads.items()}
+
+    def learn(self, head: bytes, names: tuple[str, ...], request_id: bytes) -> None:
+        """Remember a head."""
+        if len(request_id) == len(_ANY_ID) and len(self._heads) < HEADS_MAX:
+            self._heads[head.replace(request_id, _ANY_ID)] = names
 
 
 class ChunkReading:
     """Reads the messages of one stream."""
 
-    def __init__(self) -> None:
-        self._head = b""  # of a ModelInferResponse, up to its first content
-        self._names: tuple[str, ...] = ()
+    def __init__(self, request_id: str = "", known: KnownHeads | None = None) -> None:
+        self._request_id = request_id.encode()
+        self._known = known or KnownHeads()
+        self._heads = self._known.of(self._request_id)
         self._lead, self._tail = (
             b"",
             b"",
@@ -56,8 +77,9 @@ class ChunkReading:
     def _one(self, message: bytes) -> tuple[EngineChunk | None, str]:
         contents = self._contents(message)
         if contents is not None:
-            chunk = chunk_of_contents(self._names, contents)
-            self._learn(contents, chunk)
+            names, head, values = contents
+            chunk = chunk_of_contents(names, values)
+            self._learn(names, head, values, chunk)
             return chunk, ""
         reply = kserve.ModelStreamInferResponse.FromString(message)
         if reply.error_message:
@@ -68,37 +90,28 @@ class ChunkReading:
         self._remember(response)
         return chunk_of(response), ""
 
-    def _contents(self, message: bytes) -> list[bytes] | None:
-        """The contents of a message that begins as the first one did; None for every other."""
-        if not self._head or message[:1] != b"\x12":
+    def _contents(self, message: bytes) -> tuple[tuple[str, ...], bytes, list[bytes]] | None:
+        """Names, head and contents of a message that begins as one before did; None for every other."""
+        if not self._heads or message[:1] != b"\x12":
             return None
         size, at = _varint(message, 1)
-        end, begin = at + size, at
-        at += len(self._head)
-        if end != len(message) or message[begin:at] != self._head:
+        if at + size != len(message):
             return None
-        contents: list[bytes] = []
-        while at < end:
-            if message[at] != _CONTENTS_TAG:
-                return None
-            length, at = _varint(message, at + 1)
-            contents.append(message[at : at + length])
-            at += length
-        return contents if at == end and len(contents) == len(self._names) else None
+        for head, names in self._heads.items():
+            if message.startswith(head, at):
+                contents = _contents_from(message, at + len(head))
+                if contents is not None and len(contents) == len(names):
+                    return names, head, contents
+        return None
 
-    def _learn(self, contents: list[bytes], chunk: EngineChunk) -> None:
+    def _learn(self, names: tuple[str, ...], head: bytes, contents: list[bytes], chunk: EngineChunk) -> None:
         """Keep what stands around the text of a message that only adds text."""
-        if (
-            chunk.finish_reason
-            or chunk.logprobs
-            or chunk.token_ids
-            or chunk.embedding
-            or "text_output" not in self._names
-        ):
+        says_more = chunk.finish_reason or chunk.logprobs or chunk.token_ids or chunk.embedding
+        if says_more or chunk.cached_tokens is not None or "text_output" not in names:
             return
-        at = self._names.index("text_output")
+        at = names.index("text_output")
         encoded = [bytes((_CONTENTS_TAG,)) + _length(len(content)) + content for content in contents]
-        self._lead = self._head + b"".join(encoded[:at]) + bytes((_CONTENTS_TAG,))
+        self._lead = head + b"".join(encoded[:at]) + bytes((_CONTENTS_TAG,))
         self._tail = b"".join(encoded[at + 1 :])
         self._alike = chunk
 
@@ -126,9 +139,21 @@ class ChunkReading:
         head = kserve.ModelInferResponse()
         head.CopyFrom(response)
         del head.raw_output_contents[:]
-        self._head = head.SerializeToString()
-        self._names = tuple(output.name for output in response.outputs)
-        self._alike = None
+        data, names = head.SerializeToString(), tuple(output.name for output in response.outputs)
+        self._heads[data] = names
+        self._known.learn(data, names, self._request_id)
+
+
+def _contents_from(message: bytes, at: int) -> list[bytes] | None:
+    """The contents from `at` to the end; None if something else is there."""
+    contents: list[bytes] = []
+    while at < len(message):
+        if message[at] != _CONTENTS_TAG:
+            return None
+        length, at = _varint(message, at + 1)
+        contents.append(message[at : at + length])
+        at += length
+    return contents if at == len(message) else None
 
 
 def _length(value: int) -> bytes:

@@ -23,7 +23,7 @@ from roundhouse.wire.v1.scheduling_pb2 import Placement
 from services.gateway.adapters.node_call import DEADLINE_EXCEEDED, UNAVAILABLE, Call, CallFailed
 from services.gateway.adapters.node_connection import NodeConnection
 from services.gateway.adapters.silent_streams import InstanceWatches, StreamWatch, says_dead
-from services.gateway.adapters.triton_chunks import ChunkReading
+from services.gateway.adapters.triton_chunks import ChunkReading, KnownHeads
 from services.gateway.adapters.triton_tensors import generate_message, infer_message, reply_of
 from services.gateway.ports import EngineChunk, EngineRequest, InstanceBroken, NodeLost, TensorReply, TensorRequest
 
@@ -34,6 +34,7 @@ _INVALID = re.compile(r"invalid_request: (?P<param>[a-z_]+): (?P<why>.*)", re.DO
 _TOO_LONG = re.compile(r"context_length_exceeded: (?P<why>.*)", re.DOTALL)
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 CONNECT_TIMEOUT_S = 1.0  # as `grpc_edge.open_channel`: long for a network, short for a caller
+MODELS_KNOWN_MAX = 1_000  # a guess: models in use at a time; a forgotten one costs a parse
 CODE_CHARACTERS_MAX = 40  # an engine's error code; what follows it may quote a prompt and is not logged
 
 
@@ -45,6 +46,7 @@ class TritonNodes:
         self._connections: dict[str, NodeConnection] = {}  # for streams
         self._opening: dict[str, asyncio.Task[NodeConnection]] = {}
         self._watches = InstanceWatches()
+        self._heads: dict[str, KnownHeads] = {}  # by model, the oldest first
 
     async def generate(
         self, placement: Placement, request: EngineRequest, *, timeout_ms: int
@@ -58,7 +60,7 @@ class TritonNodes:
             _raise_failed(error, placement)
         watch = StreamWatch(call)
         self._watches.add(address, model, watch, partial(self._begin, address))
-        reading = ChunkReading()
+        reading = ChunkReading(request.request_id, self._known_heads(model))
         try:
             while messages := await call.read():
                 watch.heard = True
@@ -75,6 +77,14 @@ class TritonNodes:
         finally:
             self._watches.remove(address, model, watch)
             call.cancel()  # no effect on a stream that has ended
+
+    def _known_heads(self, model: str) -> KnownHeads:
+        known = self._heads.get(model)
+        if known is None:
+            while len(self._heads) >= MODELS_KNOWN_MAX:
+                self._heads.pop(next(iter(self._heads)))
+            known = self._heads[model] = KnownHeads()
+        return known
 
     async def _begin(self, address: str, message: bytes, timeout_s: float) -> Call:
         """Begin a stream on the node's connection, which is opened first if need be.
