@@ -96,8 +96,11 @@ def _open_cluster(url: str, connections_max: int) -> MeshCluster:
 class LuaScript:
     """One script, kept as a `.lua` file beside the adapter that calls it."""
 
-    def __init__(self, package: str, name: str, *, prelude: Sequence[str] = ()) -> None:
-        """Read `name` from `package`; `prelude` names files put before it, for steps that several scripts share."""
+    def __init__(self, package: str, name: str, *, prelude: Sequence[str] = (), patient: bool = False) -> None:
+        """Read `name` from `package`; `prelude` names files put before it, for steps that several scripts share.
+
+        A `patient` script is one that nobody waits for: it may leave a moment later, with others."""
+        self._patient = patient
         self.name = name
         files = [resources.files(package).joinpath(each) for each in (*prelude, name)]
         self._text = "\n".join(file.read_text() for file in files)
@@ -123,8 +126,9 @@ class LuaScript:
     async def _over(
         self, channel: ScriptChannel | ClusterChannel, keys: Sequence[str], arguments: Sequence[Value]
     ) -> Any:
+        call = channel.call_patiently if self._patient and isinstance(channel, ScriptChannel) else channel.call
         try:
-            answer = await channel.call("EVALSHA", self._sha, len(keys), *keys, *arguments)
+            answer = await call("EVALSHA", self._sha, len(keys), *keys, *arguments)
             if _is_unknown(answer):
                 answer = await channel.call("EVAL", self._text, len(keys), *keys, *arguments)
         except (ChannelLost, OSError, TimeoutError) as error:

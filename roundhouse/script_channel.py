@@ -17,6 +17,7 @@ from typing import Any, cast
 import hiredis
 
 Value = str | bytes | int | float
+LINGER_S = 0.002  # a guess: some requests of a busy process, and less than a client needs to ask again
 _NOTHING_YET = object()
 
 
@@ -76,6 +77,13 @@ class ScriptChannel:
             connection = await self._opened()
         return await connection.call(command)
 
+    async def call_patiently(self, *command: Value) -> Any:
+        """As `call`, for what nobody waits for: it leaves with the next command, or after `LINGER_S`."""
+        connection = self._connection
+        if connection is None or connection.lost:
+            connection = await self._opened()
+        return await connection.call(command, patient=True)
+
     async def call_each(self, commands: Sequence[tuple[Value, ...]]) -> list[Any]:
         """The replies to several commands, sent together. Raises as `call`."""
         connection = self._connection
@@ -132,24 +140,30 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._unsent: list[bytes] = []
+        self._hurries = False  # `_send` runs in the next turn of the loop
 
-    def call(self, command: tuple[Value, ...]) -> "asyncio.Future[Any]":
-        """Send a command. Commands of one turn of the loop leave in one write."""
+    def call(self, command: tuple[Value, ...], *, patient: bool = False) -> "asyncio.Future[Any]":
+        """Send a command. Commands of one turn of the loop leave in one write, with those that were patient before."""
         reply: asyncio.Future[Any] = self._loop.create_future()
         if self.lost:
             reply.set_exception(ChannelLost("the connection to the store was lost"))
             return reply
         now = self._loop.time()
         self._waiting.append((reply, now + self._timeout_s))
-        if not self._unsent:
+        if not patient and not self._hurries:
+            self._hurries = True
             self._loop.call_soon(self._send)
+        elif patient and not self._unsent:
+            self._loop.call_later(LINGER_S, self._send)
         self._unsent.append(hiredis.pack_command(cast("Any", command)))  # its type says one element
         if self._timer is None:
             self._timer = self._loop.call_at(now + self._timeout_s, self._look_at_oldest)
         return reply
 
     def _send(self) -> None:
-        data, self._unsent = b"".join(self._unsent), []
+        if not self._unsent:
+            return  # they left with a command that came later
+        data, self._unsent, self._hurries = b"".join(self._unsent), [], False
         if self._transport is not None and not self.lost:
             self._transport.write(data)
 

@@ -143,3 +143,17 @@ async def test_a_store_behind_tls_is_left_to_the_library() -> None:
         redis = open_redis(url)
         assert redis.scripts is None
         await redis.aclose()
+
+
+async def test_a_patient_call_leaves_with_the_next_one_or_soon_by_itself(redis_url: str) -> None:
+    """Alone it is answered too; before another call it is answered first; cancelled, it takes nobody's answer."""
+    channel = channel_to(redis_url)
+    assert await channel.call_patiently("ECHO", "alone") == b"alone"
+    first = asyncio.ensure_future(channel.call_patiently("RPUSH", "order", "patient"))
+    gone = asyncio.ensure_future(channel.call_patiently("ECHO", "nobody"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await channel.call("RPUSH", "order", "hurried") == 2
+    assert await first == 1
+    assert await channel.call("ECHO", "next") == b"next"
+    await channel.close()

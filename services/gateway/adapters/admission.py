@@ -34,7 +34,7 @@ WITHDRAW_TIMEOUT_S = 5.0
 
 _PACKAGE = "services.gateway.adapters"
 _admit = LuaScript(_PACKAGE, "admission.lua", prelude=("budget.lua",))
-_settle = LuaScript(_PACKAGE, "settle.lua", prelude=("budget.lua",))
+_settle = LuaScript(_PACKAGE, "settle.lua", prelude=("budget.lua",), patient=True)
 _renew = LuaScript(_PACKAGE, "renew.lua")
 
 _LIMIT_TEXT = {

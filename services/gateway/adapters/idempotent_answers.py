@@ -106,7 +106,8 @@ class IdempotentAnswer:
         recorder = _Recorder(send)
         renewal = asyncio.create_task(self._renew_forever(), name="idempotency_claim")
         try:
-            await self._answer(scope, _never_leaves, recorder)
+            # Without what would tell of the client's departure: the run goes on for whoever comes again.
+            await self._answer({**scope, "extensions": {}}, _never_leaves, recorder)
         finally:
             renewal.cancel()
             await finished_anyway(self._end(recorder))

@@ -1,10 +1,11 @@
 """Messages of a language-model instance, read together."""
 
 import json
+from typing import Any
 
 from tritonclient.grpc import service_pb2 as kserve
 
-from services.gateway.adapters.triton_chunks import ChunkReading
+from services.gateway.adapters.triton_chunks import HEADS_MAX, ChunkReading, KnownHeads
 from services.gateway.adapters.triton_tensors import chunk_of
 
 
@@ -77,3 +78,44 @@ def test_the_mark_of_the_end_is_no_chunk() -> None:
     """Triton's empty final response."""
     end = kserve.ModelStreamInferResponse(infer_response=kserve.ModelInferResponse(model_name="m"))
     assert ChunkReading().chunk([end.SerializeToString()]) == (None, "")
+
+
+def with_id(text: str, request_id: str) -> bytes:
+    """A message whose head names the request, as Triton's does."""
+    parsed = kserve.ModelStreamInferResponse.FromString(message(text))
+    parsed.infer_response.id = request_id
+    return bytes(parsed.SerializeToString())
+
+
+def test_what_one_stream_learnt_of_a_model_helps_the_next_one_whatever_its_id() -> None:
+    """Two ids: the second stream reads its messages as protobuf would, and one of the first's as well."""
+    known = KnownHeads()
+    first, second = "a" * 32, "b" * 32
+    ChunkReading(first, known).chunk([with_id("x", first), with_id("y", first)])
+    reading = ChunkReading(second, known)
+    for data in (with_id("hello", second), with_id("ä" * 90, second), with_id("", second), with_id("z", first)):
+        expected = chunk_of(kserve.ModelStreamInferResponse.FromString(data).infer_response)
+        assert reading.chunk([data]) == (expected, "")
+
+
+def test_texts_in_a_row_are_joined_and_counted_and_nothing_else_is_taken_for_one() -> None:
+    """After three that only add text: one with other counts, one with a reason, one with log probabilities."""
+    reading = ChunkReading()
+    rows = [message("a"), message("b"), message("c"), message("d", tokens=7), message("e", finish="stop")]
+    chunk, _ = reading.chunk(rows)
+    assert chunk is not None
+    assert (chunk.text, chunk.output_tokens, chunk.finish_reason) == ("abcde", 11, "stop")
+    chunk, _ = reading.chunk([message("f"), message("g", logprobs="[1]")])
+    assert chunk is not None
+    assert (chunk.text, chunk.output_tokens, chunk.logprobs) == ("fg", 2, "[1]")
+
+
+def test_what_is_known_of_a_model_is_bounded() -> None:
+    """A model whose every message looks different is read all the same."""
+    known = KnownHeads()
+    for number in range(3 * HEADS_MAX):
+        extra: dict[str, Any] = {f"output_{number}": "x"}
+        chunk, _ = ChunkReading("c" * 32, known).chunk([message("t", **extra)])
+        assert chunk is not None
+        assert chunk.text == "t"
+    assert len(known.of(b"d" * 32)) == HEADS_MAX
