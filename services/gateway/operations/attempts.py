@@ -49,6 +49,11 @@ class Attempt:
     ended: bool = False
     completed: bool = False  # everything was produced
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Input, cached and output tokens."""
+        return self.input_tokens, self.cached_tokens, self.output_tokens
+
 
 class Attempts:
     """The attempts of one gateway process. O(1) but for `heartbeat`, which is O(running)."""

@@ -261,7 +261,7 @@ class Run:
 
     def _note(self, attempt: Attempt) -> None:
         assert attempt.journal is not None
-        attempt.journal.note(attempt.input_tokens, attempt.cached_tokens, attempt.output_tokens)
+        attempt.journal.note(*attempt.counts)
 
     def _count(self, attempt: Attempt, item: Produced) -> bool:
         """Add a piece to the books; True if it is the last one of its call."""
@@ -296,8 +296,7 @@ class Run:
         ending = ending_of(attempt, error, self._parts.clock.monotonic_ms())
         self.used_tokens += attempt.input_tokens + attempt.output_tokens
         for each in self._money:
-            counts = (attempt.input_tokens, attempt.cached_tokens, attempt.output_tokens)
-            self.costs[each.scope] += each.tariff.cost_micro(*counts)
+            self.costs[each.scope] += each.tariff.cost_micro(*attempt.counts)
         self._before = self._before.plus(attempt)
         now_ms = self._parts.clock.now_ms()
         if isinstance(error, NodeLost):  # before the slot is free: the next attempt must not be sent there again
