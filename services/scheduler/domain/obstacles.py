@@ -2,9 +2,10 @@
 
 from services.scheduler.domain.nodes import VersionSpec
 from services.scheduler.domain.plans import PoolView, Wait
-from services.scheduler.domain.sites import could_ever_hold, leaves, retry_at_ms, serves
+from services.scheduler.domain.sites import could_ever_hold, is_held, leaves, retry_at_ms, serves
 
 NO_NODE = "no healthy node may load it now"
+HELD_APART = "its nodes hold it for others, one of whom has its devices alone; it needs another node"
 
 
 def devices_needed(spec: VersionSpec) -> str:
@@ -26,4 +27,6 @@ def why_nowhere(view: PoolView, spec: VersionSpec, now_ms: int) -> tuple[Wait, s
         return Wait.DRAINING, "it is being unloaded, and loads again afterwards"
     if any(retry_at_ms(view.state, node, spec.version) > now_ms for node in healthy):
         return Wait.BACK_OFF, "its load failed; the next try is not due yet"
+    if any(is_held(node, spec.version) and node.find(spec.version) is None for node in healthy):
+        return Wait.NODE, HELD_APART
     return Wait.NODE, NO_NODE
