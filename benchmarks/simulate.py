@@ -21,6 +21,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import track
+
 from benchmarks import traces
 from benchmarks.report import Figure, Goal, Report
 from benchmarks.simulated_fleet import Fleet, ModelCost, Request, Speeds
@@ -59,7 +62,7 @@ def run(arguments: Sequence[str]) -> Report:
     for _ in range(options.faults):
         node_id = NodeId(f"n{chance.randrange(options.nodes):04d}")
         fleet.at(chance.randrange(length_ms), fleet.kill, node_id, chance.randrange(10_000, 600_000))
-    fleet.run(iter(requests))
+    fleet.run(track(requests, "simulating", console=Console(stderr=True), update_period=0.5))
     took = (time.perf_counter() - begun, time.process_time() - begun_cpu)
     return _report(fleet, requests, options, *took)
 

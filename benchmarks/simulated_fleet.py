@@ -8,7 +8,7 @@ at the end every request has ended once (1) and no slot is held.
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, Tena
 from services.scheduler.domain.fair_queue import FairQueue
 from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, Tier, VersionSpec
 from services.scheduler.domain.placement import Load, PoolView, ResidencyPolicy, plan
+from services.scheduler.domain.plans import NodeIndex
 from services.scheduler.domain.records import (
     AttemptId,
     Draining,
@@ -116,14 +117,16 @@ class Fleet:
         self._events: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         self._planned_ms = -1
+        self._index: NodeIndex | None = None  # of the nodes as the last plan saw them, while none has changed
 
     def at(self, time_ms: int, what: Callable[..., None], *arguments: Any) -> None:
         """Do something at a time."""
         self._number += 1
         heapq.heappush(self._events, (time_ms, self._number, what, arguments))
 
-    def run(self, requests: Iterator[Request]) -> None:
+    def run(self, requests: Iterable[Request]) -> None:
         """Play the requests, which are in order of time, until all have ended."""
+        requests = iter(requests)
         coming = next(requests, None)
         while coming is not None or self._events:
             if coming is not None and (not self._events or coming.at_ms < self._events[0][0]):
@@ -220,7 +223,9 @@ class Fleet:
 
     def _plan(self) -> None:
         self.counts["plans"] += 1
-        view = PoolView(tuple(map(self._view, self._nodes.values())), self.queue.snapshot(), self._specs)
+        if self._index is None:
+            self._index = NodeIndex.of(tuple(map(self._view, self._nodes.values())))
+        view = PoolView(self._index.nodes, self.queue.snapshot(), self._specs, index=self._index)
         decided = plan(view, ResidencyPolicy(), self.now_ms)
         for reopened in decided.reopen:
             self.queue.residency.clear_drain(reopened.instance)
@@ -263,7 +268,7 @@ class Fleet:
             remaining_ms=stage_ms + start_ms,
         )
         node.instances[load.version] = instance
-        node.view = None
+        self._changed(node)
         self.counts["loads"] += 1
         ready_ms = self.now_ms + UNLOAD_MS * bool(load.victims) + stage_ms + start_ms
         self.at(ready_ms, self._loaded, node, load, instance)
@@ -289,7 +294,7 @@ class Fleet:
         node.instances[load.version] = replace(
             begun, residence=Residence.READY, since_ms=self.now_ms, remaining_ms=0, tier=Tier.HOST
         )
-        node.view = None
+        self._changed(node)
         key = instance_key(node.node_id, load.version)
         offer = Offer(key, load.version, begun.slots, node.node_id.encode())
         self._offers.setdefault(load.version, []).append(offer)
@@ -298,10 +303,13 @@ class Fleet:
     def _drop(self, node: _Node, version: VersionKey) -> None:
         instance = node.instances.pop(version)
         node.free += instance.device_bytes
-        node.view = None
+        self._changed(node)
         key = instance_key(node.node_id, version)
         if version in self._offers:
             self._offers[version] = [offer for offer in self._offers[version] if offer.instance != key]
+
+    def _changed(self, node: _Node) -> None:
+        node.view = self._index = None
 
     def _view(self, node: _Node) -> NodeView:
         if node.view is None:
@@ -321,10 +329,11 @@ class Fleet:
         for version in list(node.instances):
             self._drop(node, version)
         node.host.clear()
-        node.view = None
+        self._changed(node)
         for attempt in [each for each, (_, at, _) in self._running.items() if at == node_id]:
             self._finish(attempt, Outcome.FAILED)
         self.at(self.now_ms + for_ms, self._revive, node)
 
     def _revive(self, node: _Node) -> None:
-        node.healthy, node.view = True, None
+        node.healthy = True
+        self._changed(node)

@@ -190,6 +190,7 @@ def knob_model(
     tokens: int = 32,
     token_interval_ms: float = 0,
     request_ms: float | None = None,
+    one_at_a_time: bool = False,
     load_ms: float = 0,
     fail_load: str | None = None,
     device_bytes: int | None = None,
@@ -199,13 +200,15 @@ def knob_model(
     """A native Triton model folder with the tensor contract of language models, whose behaviour is set by knobs.
 
     It answers `tok0 tok1 ...`: `tokens` of them, or as many as the request's `max_tokens`. With `request_ms` the answer
-    is one response after that time. `fail_load` fails the load with that text. The knobs are read from `knobs.json` at
-    each load, so a test may change them between loads with `turn_knobs`.
+    is one response after that time; with `one_at_a_time` only one request takes it at once, the others wait in the
+    engine. `fail_load` fails the load with that text. The knobs are read from `knobs.json` at each load, so a test may
+    change them between loads with `turn_knobs`.
     """
     knobs = {
         "tokens": tokens,
         "token_interval_ms": token_interval_ms,
         "request_ms": request_ms,
+        "one_at_a_time": one_at_a_time,
         "load_ms": load_ms,
         "fail_load": fail_load,
         "die_after_tokens": die_after_tokens,

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class TritonPythonModel:
         repository = Path(args["model_repository"])
         self._knobs: dict[str, Any] = json.loads((repository / "knobs.json").read_text())
         self._stopping = threading.Event()
+        self._worker = threading.Lock() if self._knobs.get("one_at_a_time") else nullcontext()
         time.sleep(self._knobs["load_ms"] / 1e3)
         if self._knobs["fail_load"]:
             raise RuntimeError(self._knobs["fail_load"])
@@ -39,7 +41,7 @@ class TritonPythonModel:
         """Answer each request from a thread of its own."""
         for request in requests:
             inputs = read_inputs(request)
-            answer = KnobAnswer(self._knobs, inputs, request.get_response_sender(), self._stopping)
+            answer = KnobAnswer(self._knobs, inputs, request.get_response_sender(), self._stopping, self._worker)
             threading.Thread(target=answer.run, daemon=True).start()
 
     def finalize(self) -> None:
@@ -50,11 +52,19 @@ class TritonPythonModel:
 class KnobAnswer:
     """One request."""
 
-    def __init__(self, knobs: dict[str, Any], inputs: dict[str, Any], sender: Any, stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        knobs: dict[str, Any],
+        inputs: dict[str, Any],
+        sender: Any,
+        stopping: threading.Event,
+        worker: AbstractContextManager[Any],
+    ) -> None:
         self._knobs = knobs
         self._inputs = inputs
         self._sender = sender
         self._stopping = stopping
+        self._worker = worker
         self._details = json.loads(inputs.get("roundhouse") or "{}")
         limit = json.loads(inputs.get("sampling_parameters") or "{}").get("max_tokens")
         self._tokens = int(knobs["tokens"] if limit is None else limit)
@@ -66,7 +76,9 @@ class KnobAnswer:
         if self._details.get("phase") == "embed":
             self._send(0, 0, "stop", embedding=True)
         elif self._knobs["request_ms"] is not None:
-            if self._wait(self._knobs["request_ms"]):
+            with self._worker:
+                waited = self._wait(self._knobs["request_ms"])
+            if waited:
                 self._send(0, self._tokens, self._finish)
         elif self._inputs.get("stream"):
             self._stream()

@@ -76,7 +76,7 @@ class VersionQueues:
     @property
     def waiting(self) -> int:
         """Requests in all lanes."""
-        return sum(lane.waiting for lane in self.lanes.values())
+        return sum([lane.waiting for lane in self.lanes.values()])
 
     def predicted_units(self, entry: QueueEntry, policy: service.Policy) -> int:
         """What a request will probably cost: by its tenant's recent ones here, else by everybody's."""

@@ -61,6 +61,7 @@ class FairQueue:
         self.policy = policy or Policy()
         self.residency = ResidencyBook()
         self._versions: dict[VersionKey, VersionQueues] = {}
+        self._waiting: set[VersionKey] = set()  # every version with something queued, and some that had
         self._attempts: dict[AttemptId, Attempt] = {}
         self._backlog = Backlog()
         self._due = TimeIndex()  # outbox: what must still be delivered, and when to try (again)
@@ -106,6 +107,7 @@ class FairQueue:
         if entry.tenant_id not in lane.queues:
             lane.lift(entry.tenant_id, queues.credit_milli(entry, self.policy))
         lane.add(entry.tenant_id, key, now_ms)
+        self._waiting.add(entry.version)
         self._attempts[entry.attempt] = Attempt(entry, key, now_ms)
         self._backlog.add(entry)
         self._deadlines.set(entry.attempt, entry.deadline_ms)
@@ -230,7 +232,8 @@ class FairQueue:
 
     def depths(self) -> tuple[LaneDepth, ...]:
         """Lanes with requests waiting, by version and class."""
-        return lane_depths(self._versions)
+        self._waiting = {version for version in self._waiting if self.waiting(version)}
+        return lane_depths({version: self._versions[version] for version in self._waiting})
 
     def waiting(self, version: VersionKey) -> int:
         """Requests that wait for a version."""

@@ -1,6 +1,6 @@
 """What placement sees of nodes and of the catalogue. Frozen views; the wire messages become these in one place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
@@ -83,6 +83,13 @@ class NodeView:
     devices: tuple[DeviceView, ...] = ()  # empty = one, of the node's size
     speeds: tuple[tuple[Tier, int], ...] = ()  # bytes per ms from a tier towards the device, where measured
     quiet: bool = False  # unhealthy only because it said nothing lately; it may be back in a moment
+    places: tuple[DeviceView, ...] = field(init=False, compare=False, repr=False)  # its devices; at least one
+    bases: tuple[VersionKey, ...] = field(init=False, compare=False, repr=False)  # of its instances, without owners
+
+    def __post_init__(self) -> None:
+        one = (DeviceView(0, self.device_capacity, self.device_free),)
+        object.__setattr__(self, "places", self.devices or one)
+        object.__setattr__(self, "bases", tuple(base_of(each.version) for each in self.instances))
 
     def find(self, version: VersionKey) -> InstanceView | None:
         """The instance of a version on this node, for that owner."""
@@ -92,11 +99,6 @@ class NodeView:
         """The instance of a version on this node, whoever it is for: there is one at most."""
         base = base_of(version)
         return next((each for each in self.instances if base_of(each.version) == base), None)
-
-    @property
-    def places(self) -> tuple[DeviceView, ...]:
-        """Its devices; at least one."""
-        return self.devices or (DeviceView(0, self.device_capacity, self.device_free),)
 
 
 @dataclass(frozen=True, slots=True)

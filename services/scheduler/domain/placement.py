@@ -82,9 +82,10 @@ class _Planner(Ground):
         reopen = self._reopen()
         for version in sorted(self.oldest, key=lambda version: (self.oldest[version], version)):
             self._place(version)
-        for version in sorted(self.view.specs):
-            self._prewarm(self.view.specs[version])
-        if any(node.healthy and node.role is Role.PREFILL for node in self.view.nodes):
+        wanted = [spec for spec in self.view.specs.values() if spec.min_replicas or spec.pinned]
+        for spec in sorted(wanted, key=lambda spec: spec.version):
+            self._prewarm(spec)
+        if self.view.index.has_prefill:
             for version in sorted(self.view.specs):
                 self._serve_prompts(self.view.specs[version])
         reopen += [Reopen(key) for key, purpose in self.given_up.items() if self.closed.get(key) != purpose]
@@ -304,7 +305,7 @@ class _Planner(Ground):
         self.rooms.spend(site, spec.share, leaving)
 
     def _prewarm(self, spec: VersionSpec) -> None:
-        if not spec.replicas_wanted or self.is_claimed(spec.version):
+        if self.is_claimed(spec.version):
             return
         planned = any(load.version == spec.version for load in self.loads)
         if not planned and self.replicas(spec.version) < spec.replicas_wanted:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from roundhouse.vocabulary import NodeId
 from services.scheduler.domain import affinity
-from services.scheduler.domain.nodes import InstanceView, NodeView, VersionSpec
+from services.scheduler.domain.nodes import InstanceView, NodeView, Role, VersionSpec
 from services.scheduler.domain.records import InstanceKey, PoolState, VersionKey, base_of
 
 
@@ -43,6 +43,35 @@ def last_used(instance: InstanceView, used_ms: int) -> tuple[float, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeIndex:
+    """What is looked up of some nodes. Most plans see the nodes of the plan before: whoever makes views may keep it."""
+
+    nodes: tuple[NodeView, ...]
+    node_ids: tuple[NodeId, ...]
+    holding: Mapping[VersionKey, tuple[NodeView, ...]]  # by base version: nodes that list it
+    free: Mapping[tuple[NodeId, int], int]  # bytes by node and device
+    has_prefill: bool  # whether some healthy node is only for prompts
+
+    @classmethod
+    def of(cls, nodes: tuple[NodeView, ...]) -> "NodeIndex":
+        """O(nodes and instances)."""
+        holding: dict[VersionKey, list[NodeView]] = {}
+        for node in nodes:
+            for base in node.bases:
+                holding.setdefault(base, []).append(node)
+        return cls(
+            nodes,
+            tuple([node.node_id for node in nodes]),
+            {version: tuple(holders) for version, holders in holding.items()},
+            {(node.node_id, each.index): each.free for node in nodes for each in node.places},
+            any(node.role is Role.PREFILL and node.healthy for node in nodes),
+        )
+
+
+NO_INDEX = NodeIndex((), (), {}, {}, has_prefill=False)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolView:
     """Everything a plan is made from."""
 
@@ -51,24 +80,19 @@ class PoolView:
     specs: Mapping[VersionKey, VersionSpec]
     worth: Worth = last_used
     start_ms: Mapping[VersionKey, int] = field(default_factory=dict)  # what engines took to start it, where seen
-    node_ids: tuple[NodeId, ...] = field(init=False)
-    holding: Mapping[VersionKey, tuple[NodeView, ...]] = field(init=False)  # by base version: nodes that list it
+    index: NodeIndex = field(default=NO_INDEX, compare=False, repr=False)  # made anew unless it is of these very nodes
 
     def __post_init__(self) -> None:
-        holding: dict[VersionKey, list[NodeView]] = {}
-        for node in self.nodes:
-            for each in node.instances:
-                holding.setdefault(base_of(each.version), []).append(node)
-        object.__setattr__(self, "node_ids", tuple(node.node_id for node in self.nodes))
-        object.__setattr__(self, "holding", {version: tuple(nodes) for version, nodes in holding.items()})
+        if self.index.nodes is not self.nodes:
+            object.__setattr__(self, "index", NodeIndex.of(self.nodes))
 
     def order(self, version: VersionKey) -> tuple[NodeId, ...]:
         """All nodes by their claim on a model, highest first."""
-        return affinity.order(version, self.node_ids)
+        return affinity.order(version, self.index.node_ids)
 
     def holders(self, version: VersionKey) -> tuple[NodeView, ...]:
         """Nodes that list a version in any state, for whomever. O(1)."""
-        return self.holding.get(base_of(version), ())
+        return self.index.holding.get(base_of(version), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ class Rooms:
     @classmethod
     def of(cls, view: PoolView, now_ms: int) -> "Rooms":
         """What is free, less what claimed loads will take that their loaders do not show yet."""
-        rooms = cls({(node.node_id, each.index): each.free for node in view.nodes for each in node.places})
-        nodes = {node.node_id: node for node in view.nodes}
+        rooms = cls(dict(view.index.free))
+        nodes = {node.node_id: node for node in view.nodes} if view.state.loads else {}
         for version, claim in view.state.loads.items():
             node = nodes.get(claim.node_id)
             if node is not None and claim.until_ms > now_ms and not is_held(node, version):
