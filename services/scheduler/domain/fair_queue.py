@@ -61,7 +61,7 @@ class FairQueue:
         self.policy = policy or Policy()
         self.residency = ResidencyBook()
         self._versions: dict[VersionKey, VersionQueues] = {}
-        self._waiting: set[VersionKey] = set()  # every version with something queued, and some that had
+        self._waiting: dict[VersionKey, VersionQueues] = {}  # all with something queued, and some that had
         self._attempts: dict[AttemptId, Attempt] = {}
         self._backlog = Backlog()
         self._due = TimeIndex()  # outbox: what must still be delivered, and when to try (again)
@@ -107,7 +107,7 @@ class FairQueue:
         if entry.tenant_id not in lane.queues:
             lane.lift(entry.tenant_id, queues.credit_milli(entry, self.policy))
         lane.add(entry.tenant_id, key, now_ms)
-        self._waiting.add(entry.version)
+        self._waiting[entry.version] = queues
         self._attempts[entry.attempt] = Attempt(entry, key, now_ms)
         self._backlog.add(entry)
         self._deadlines.set(entry.attempt, entry.deadline_ms)
@@ -223,8 +223,7 @@ class FairQueue:
     def acknowledge(self, attempts: Sequence[AttemptId], now_ms: int) -> None:
         """The grant, refusal or usage event of each attempt arrived. Idempotent."""
         for attempt_id in attempts:
-            attempt = self._attempts.get(attempt_id)
-            if attempt is None:
+            if (attempt := self._attempts.get(attempt_id)) is None:
                 continue
             self._due.discard(attempt_id)
             if attempt.standing in (Standing.REFUSED, Standing.LAPSED):
@@ -232,8 +231,8 @@ class FairQueue:
 
     def depths(self) -> tuple[LaneDepth, ...]:
         """Lanes with requests waiting, by version and class."""
-        self._waiting = {version for version in self._waiting if self.waiting(version)}
-        return lane_depths({version: self._versions[version] for version in self._waiting})
+        self._waiting = {version: self._versions[version] for version in self._waiting if self.waiting(version)}
+        return lane_depths(self._waiting)
 
     def waiting(self, version: VersionKey) -> int:
         """Requests that wait for a version."""
