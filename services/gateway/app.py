@@ -140,7 +140,7 @@ class Gateway:
         catalogue = ServingVersions(declared, world.clock)
         await catalogue.start(bus)
         keys = await self._directory(redis)
-        parts = await self._parts(bus, redis)
+        parts = await self._parts(bus, redis, catalogue)
         self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
         reader = RequestReader(world.clock, body_bytes_max=settings.body_bytes_max, deadline_ms=settings.deadline_ms)
         texts = OpenAIWork(catalogue, world.codecs, settings.cluster)
@@ -206,7 +206,7 @@ class Gateway:
         await reader.start(self._lifecycle)
         return reader
 
-    async def _parts(self, bus: EventBus, redis: Redis) -> RequestParts:
+    async def _parts(self, bus: EventBus, redis: Redis, catalogue: CatalogueView) -> RequestParts:
         world, settings = self._world, self._settings
         admission = world.admission
         if admission is None:
@@ -242,6 +242,7 @@ class Gateway:
             holds=holds,
             observer=PrometheusObserver(),
             clock=world.clock,
+            catalogue=catalogue,
         )
 
     async def _outbox(self, bus: EventBus, scheduler: BusScheduler) -> UsageOutbox:

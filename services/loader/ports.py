@@ -317,6 +317,7 @@ class Remembered:
     maintenance: str = ""  # why the node takes no work; empty = it does
     dead: tuple[str, ...] = ()  # Triton names whose model process died and whose unload was never confirmed
     measured: tuple[Measured, ...] = ()  # sizes that the catalogue leaves open
+    loaded: tuple[Model, ...] = ()  # records of what stands on the node, also of versions that are being replaced
 
 
 class NodeMemory(Protocol):

@@ -17,6 +17,7 @@ from tests.e2e.mesh import Mesh, mesh_running
 pytestmark = pytest.mark.timeout(300)
 
 MODEL_BYTES = 20 * 2**20
+SLOTS, CALLERS = 2, 6  # so that requests wait for the old version when it leaves
 WITHIN_S = 90  # on a busy machine; it takes two
 
 
@@ -30,7 +31,7 @@ def declare(root: Path, folder: Path) -> Path:
         "context_tokens": 2048,
         "tokenizer": str(folder),
         "memory": {"device": MODEL_BYTES, "kv_pool_tokens": 4096},
-        "slots": 8,
+        "slots": SLOTS,
     }
     tenant = {"name": "acme", "limits": {"requests_per_minute": 100_000, "tokens_per_minute": 100_000_000}}
     path = root / "catalogue.yaml"
@@ -51,12 +52,12 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Callers:
-    """Three clients that ask again and again, each answer four tokens; what they got."""
+    """Six clients that ask again and again, three times what an instance runs at once; what they got."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._ask_forever) for _ in range(3)]
+        self._threads = [threading.Thread(target=self._ask_forever) for _ in range(CALLERS)]
         self.statuses: list[int] = []
 
     def __enter__(self) -> "Callers":

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from roundhouse.wire.v1 import vocabulary_pb2 as roundhouse_dot_v1_dot_vocabulary__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1broundhouse/v1/loading.proto\x12\rroundhouse.v1\x1a\x1eroundhouse/v1/vocabulary.proto\"\"\n\x10\x44rainNodeRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x13\n\x11ResumeNodeRequest\"\xf8\x01\n\x13\x45nsureLoadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x31\n\x0cunload_first\x18\x03 \x03(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\r\x12\x11\n\talone_for\x18\x08 \x01(\t\x12#\n\x06target\x18\x07 \x01(\x0e\x32\x13.roundhouse.v1.Tier\"\xdd\x01\n\x0cLoadProgress\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x05 \x01(\r\x12)\n\x08instance\x18\x06 \x01(\x0b\x32\x17.roundhouse.v1.Instance\"~\n\x15\x45nsureUnloadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\")\n\x13\x45nsureUnloadedReply\x12\x12\n\nwas_loaded\x18\x01 \x01(\x08\"z\n\x14\x45nsureAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12\x19\n\x11triton_model_name\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\"V\n\x12\x45nsureAdapterReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x0f\n\x07keep_ms\x18\x03 \x01(\r\"\x15\n\x13GetNodeStateRequest\"\xdd\x03\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x04 \x01(\x03\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12%\n\x04role\x18\x06 \x01(\x0e\x32\x17.roundhouse.v1.NodeRole\x12\x11\n\taccepting\x18\x07 \x01(\x08\x12\x18\n\x10unhealthy_reason\x18\x08 \x01(\t\x12\x1b\n\x13triton_grpc_address\x18\t \x01(\t\x12\x16\n\x0eloader_address\x18\n \x01(\t\x12\x17\n\x0fkvstore_address\x18\x0b \x01(\t\x12\'\n\x05tiers\x18\x0c \x03(\x0b\x32\x18.roundhouse.v1.TierBytes\x12*\n\tinstances\x18\r \x03(\x0b\x32\x17.roundhouse.v1.Instance\x12\x14\n\x0c\x64\x65vice_count\x18\x0e \x01(\r\x12&\n\x07\x64\x65vices\x18\x0f \x03(\x0b\x32\x15.roundhouse.v1.Device\x12\x10\n\x08\x65mptying\x18\x10 \x01(\x08\x12-\n\x08\x61\x64\x61pters\x18\x14 \x01(\x0b\x32\x1b.roundhouse.v1.AdapterState\"\x8e\x01\n\x0c\x41\x64\x61pterState\x12\x0f\n\x07on_disk\x18\x01 \x01(\r\x12\x0f\n\x07in_host\x18\x02 \x01(\r\x12\x15\n\rhost_capacity\x18\x03 \x01(\x04\x12\x15\n\rhost_resident\x18\x04 \x01(\x04\x12.\n\x07refused\x18\x05 \x03(\x0b\x32\x1d.roundhouse.v1.RefusedAdapter\"?\n\x0eRefusedAdapter\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa2\x01\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x04\x12\x10\n\x08resident\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x12\n\nlink_group\x18\x06 \x01(\r\x12\x0b\n\x03mig\x18\x07 \x01(\x08\x12\x0f\n\x07profile\x18\x08 \x01(\t\x12\x13\n\x0bunaccounted\x18\t \x01(\x04\"E\n\x08NodeLost\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x03 \x01(\x03\"\xb8\x03\n\x08Instance\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x19\n\x11triton_model_name\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x04\x12\x1b\n\x13state_since_unix_ms\x18\x06 \x01(\x03\x12\x10\n\x08stage_ms\x18\x07 \x01(\r\x12\x0f\n\x07load_ms\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x18\n\x10retry_at_unix_ms\x18\n \x01(\x03\x12\r\n\x05slots\x18\x0b \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x0c \x03(\r\x12!\n\x04tier\x18\r \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x0e \x01(\r\x12\x16\n\x0emeasured_bytes\x18\x0f \x01(\x04\x12\x12\n\nbytes_done\x18\x10 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x11 \x01(\x04\x32\xf2\x03\n\x06Loader\x12Q\n\x0c\x45nsureLoaded\x12\".roundhouse.v1.EnsureLoadedRequest\x1a\x1b.roundhouse.v1.LoadProgress0\x01\x12Z\n\x0e\x45nsureUnloaded\x12$.roundhouse.v1.EnsureUnloadedRequest\x1a\".roundhouse.v1.EnsureUnloadedReply\x12L\n\x0cGetNodeState\x12\".roundhouse.v1.GetNodeStateRequest\x1a\x18.roundhouse.v1.NodeState\x12W\n\rEnsureAdapter\x12#.roundhouse.v1.EnsureAdapterRequest\x1a!.roundhouse.v1.EnsureAdapterReply\x12H\n\tDrainNode\x12\x1f.roundhouse.v1.DrainNodeRequest\x1a\x18.roundhouse.v1.NodeState0\x01\x12H\n\nResumeNode\x12 .roundhouse.v1.ResumeNodeRequest\x1a\x18.roundhouse.v1.NodeStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1broundhouse/v1/loading.proto\x12\rroundhouse.v1\x1a\x1eroundhouse/v1/vocabulary.proto\"\"\n\x10\x44rainNodeRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x13\n\x11ResumeNodeRequest\"\x96\x02\n\x13\x45nsureLoadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x31\n\x0cunload_first\x18\x03 \x03(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\r\x12\x11\n\talone_for\x18\x08 \x01(\t\x12\x1c\n\x14unload_until_unix_ms\x18\t \x01(\x03\x12#\n\x06target\x18\x07 \x01(\x0e\x32\x13.roundhouse.v1.Tier\"\xdd\x01\n\x0cLoadProgress\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x05 \x01(\r\x12)\n\x08instance\x18\x06 \x01(\x0b\x32\x17.roundhouse.v1.Instance\"~\n\x15\x45nsureUnloadedRequest\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\")\n\x13\x45nsureUnloadedReply\x12\x12\n\nwas_loaded\x18\x01 \x01(\x08\"z\n\x14\x45nsureAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12\x19\n\x11triton_model_name\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\"V\n\x12\x45nsureAdapterReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x0f\n\x07keep_ms\x18\x03 \x01(\r\"\x15\n\x13GetNodeStateRequest\"\xdd\x03\n\tNodeState\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x04 \x01(\x03\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12%\n\x04role\x18\x06 \x01(\x0e\x32\x17.roundhouse.v1.NodeRole\x12\x11\n\taccepting\x18\x07 \x01(\x08\x12\x18\n\x10unhealthy_reason\x18\x08 \x01(\t\x12\x1b\n\x13triton_grpc_address\x18\t \x01(\t\x12\x16\n\x0eloader_address\x18\n \x01(\t\x12\x17\n\x0fkvstore_address\x18\x0b \x01(\t\x12\'\n\x05tiers\x18\x0c \x03(\x0b\x32\x18.roundhouse.v1.TierBytes\x12*\n\tinstances\x18\r \x03(\x0b\x32\x17.roundhouse.v1.Instance\x12\x14\n\x0c\x64\x65vice_count\x18\x0e \x01(\r\x12&\n\x07\x64\x65vices\x18\x0f \x03(\x0b\x32\x15.roundhouse.v1.Device\x12\x10\n\x08\x65mptying\x18\x10 \x01(\x08\x12-\n\x08\x61\x64\x61pters\x18\x14 \x01(\x0b\x32\x1b.roundhouse.v1.AdapterState\"\x8e\x01\n\x0c\x41\x64\x61pterState\x12\x0f\n\x07on_disk\x18\x01 \x01(\r\x12\x0f\n\x07in_host\x18\x02 \x01(\r\x12\x15\n\rhost_capacity\x18\x03 \x01(\x04\x12\x15\n\rhost_resident\x18\x04 \x01(\x04\x12.\n\x07refused\x18\x05 \x03(\x0b\x32\x1d.roundhouse.v1.RefusedAdapter\"?\n\x0eRefusedAdapter\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa2\x01\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x04\x12\x10\n\x08resident\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x12\n\nlink_group\x18\x06 \x01(\r\x12\x0b\n\x03mig\x18\x07 \x01(\x08\x12\x0f\n\x07profile\x18\x08 \x01(\t\x12\x13\n\x0bunaccounted\x18\t \x01(\x04\"E\n\x08NodeLost\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x03 \x01(\x03\"\xb8\x03\n\x08Instance\x12,\n\x07version\x18\x01 \x01(\x0b\x32\x1b.roundhouse.v1.ModelVersion\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.roundhouse.v1.InstanceState\x12\x19\n\x11triton_model_name\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x04\x12\x1b\n\x13state_since_unix_ms\x18\x06 \x01(\x03\x12\x10\n\x08stage_ms\x18\x07 \x01(\r\x12\x0f\n\x07load_ms\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x18\n\x10retry_at_unix_ms\x18\n \x01(\x03\x12\r\n\x05slots\x18\x0b \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x0c \x03(\r\x12!\n\x04tier\x18\r \x01(\x0e\x32\x13.roundhouse.v1.Tier\x12\x1e\n\x16\x65stimated_remaining_ms\x18\x0e \x01(\r\x12\x16\n\x0emeasured_bytes\x18\x0f \x01(\x04\x12\x12\n\nbytes_done\x18\x10 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x11 \x01(\x04\x32\xf2\x03\n\x06Loader\x12Q\n\x0c\x45nsureLoaded\x12\".roundhouse.v1.EnsureLoadedRequest\x1a\x1b.roundhouse.v1.LoadProgress0\x01\x12Z\n\x0e\x45nsureUnloaded\x12$.roundhouse.v1.EnsureUnloadedRequest\x1a\".roundhouse.v1.EnsureUnloadedReply\x12L\n\x0cGetNodeState\x12\".roundhouse.v1.GetNodeStateRequest\x1a\x18.roundhouse.v1.NodeState\x12W\n\rEnsureAdapter\x12#.roundhouse.v1.EnsureAdapterRequest\x1a!.roundhouse.v1.EnsureAdapterReply\x12H\n\tDrainNode\x12\x1f.roundhouse.v1.DrainNodeRequest\x1a\x18.roundhouse.v1.NodeState0\x01\x12H\n\nResumeNode\x12 .roundhouse.v1.ResumeNodeRequest\x1a\x18.roundhouse.v1.NodeStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,31 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMENODEREQUEST']._serialized_start=114
   _globals['_RESUMENODEREQUEST']._serialized_end=133
   _globals['_ENSURELOADEDREQUEST']._serialized_start=136
-  _globals['_ENSURELOADEDREQUEST']._serialized_end=384
-  _globals['_LOADPROGRESS']._serialized_start=387
-  _globals['_LOADPROGRESS']._serialized_end=608
-  _globals['_ENSUREUNLOADEDREQUEST']._serialized_start=610
-  _globals['_ENSUREUNLOADEDREQUEST']._serialized_end=736
-  _globals['_ENSUREUNLOADEDREPLY']._serialized_start=738
-  _globals['_ENSUREUNLOADEDREPLY']._serialized_end=779
-  _globals['_ENSUREADAPTERREQUEST']._serialized_start=781
-  _globals['_ENSUREADAPTERREQUEST']._serialized_end=903
-  _globals['_ENSUREADAPTERREPLY']._serialized_start=905
-  _globals['_ENSUREADAPTERREPLY']._serialized_end=991
-  _globals['_GETNODESTATEREQUEST']._serialized_start=993
-  _globals['_GETNODESTATEREQUEST']._serialized_end=1014
-  _globals['_NODESTATE']._serialized_start=1017
-  _globals['_NODESTATE']._serialized_end=1494
-  _globals['_ADAPTERSTATE']._serialized_start=1497
-  _globals['_ADAPTERSTATE']._serialized_end=1639
-  _globals['_REFUSEDADAPTER']._serialized_start=1641
-  _globals['_REFUSEDADAPTER']._serialized_end=1704
-  _globals['_DEVICE']._serialized_start=1707
-  _globals['_DEVICE']._serialized_end=1869
-  _globals['_NODELOST']._serialized_start=1871
-  _globals['_NODELOST']._serialized_end=1940
-  _globals['_INSTANCE']._serialized_start=1943
-  _globals['_INSTANCE']._serialized_end=2383
-  _globals['_LOADER']._serialized_start=2386
-  _globals['_LOADER']._serialized_end=2884
+  _globals['_ENSURELOADEDREQUEST']._serialized_end=414
+  _globals['_LOADPROGRESS']._serialized_start=417
+  _globals['_LOADPROGRESS']._serialized_end=638
+  _globals['_ENSUREUNLOADEDREQUEST']._serialized_start=640
+  _globals['_ENSUREUNLOADEDREQUEST']._serialized_end=766
+  _globals['_ENSUREUNLOADEDREPLY']._serialized_start=768
+  _globals['_ENSUREUNLOADEDREPLY']._serialized_end=809
+  _globals['_ENSUREADAPTERREQUEST']._serialized_start=811
+  _globals['_ENSUREADAPTERREQUEST']._serialized_end=933
+  _globals['_ENSUREADAPTERREPLY']._serialized_start=935
+  _globals['_ENSUREADAPTERREPLY']._serialized_end=1021
+  _globals['_GETNODESTATEREQUEST']._serialized_start=1023
+  _globals['_GETNODESTATEREQUEST']._serialized_end=1044
+  _globals['_NODESTATE']._serialized_start=1047
+  _globals['_NODESTATE']._serialized_end=1524
+  _globals['_ADAPTERSTATE']._serialized_start=1527
+  _globals['_ADAPTERSTATE']._serialized_end=1669
+  _globals['_REFUSEDADAPTER']._serialized_start=1671
+  _globals['_REFUSEDADAPTER']._serialized_end=1734
+  _globals['_DEVICE']._serialized_start=1737
+  _globals['_DEVICE']._serialized_end=1899
+  _globals['_NODELOST']._serialized_start=1901
+  _globals['_NODELOST']._serialized_end=1970
+  _globals['_INSTANCE']._serialized_start=1973
+  _globals['_INSTANCE']._serialized_end=2413
+  _globals['_LOADER']._serialized_start=2416
+  _globals['_LOADER']._serialized_end=2914
 # @@protoc_insertion_point(module_scope)

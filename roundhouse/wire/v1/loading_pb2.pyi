@@ -65,6 +65,7 @@ class EnsureLoadedRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     ALONE_FOR_FIELD_NUMBER: _builtins.int
+    UNLOAD_UNTIL_UNIX_MS_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """orders commands for this version; the newest wins"""
@@ -74,6 +75,8 @@ class EnsureLoadedRequest(_message.Message):
     """for the audit stream, and who goes first: "demand", "operator" over "prewarm" over others"""
     alone_for: _builtins.str
     """token of a tenant: nobody else stands on these devices; empty = shared"""
+    unload_until_unix_ms: _builtins.int
+    """later the permission of unload_first is void; 0 = it does not end"""
     target: _vocabulary_pb2.Tier.ValueType
     """HOST or DISK: only bring the weights there, the last message has state STAGED; else READY"""
     @_builtins.property
@@ -96,11 +99,12 @@ class EnsureLoadedRequest(_message.Message):
         reason: _builtins.str = ...,
         devices: _abc.Iterable[_builtins.int] | None = ...,
         alone_for: _builtins.str = ...,
+        unload_until_unix_ms: _builtins.int = ...,
         target: _vocabulary_pb2.Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone_for", b"alone_for", "deadline_ms", b"deadline_ms", "devices", b"devices", "generation", b"generation", "reason", b"reason", "target", b"target", "unload_first", b"unload_first", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone_for", b"alone_for", "deadline_ms", b"deadline_ms", "devices", b"devices", "generation", b"generation", "reason", b"reason", "target", b"target", "unload_first", b"unload_first", "unload_until_unix_ms", b"unload_until_unix_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

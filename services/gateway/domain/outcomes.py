@@ -32,9 +32,13 @@ def refusal_error(refused: Refused) -> RoundhouseError:
         case Refused.REASON_DEADLINE:
             return DeadlinePassed(message or "The request could not start before its deadline.")
         case Refused.REASON_MODEL_UNKNOWN:
-            return Unavailable(message or "The model is being registered.", retry_after_ms=CATALOGUE_LAG_MS)
+            return VersionUnknown(message or "The model is being registered.", retry_after_ms=CATALOGUE_LAG_MS)
         case _:
             return CapacityExhausted(message or "The model cannot be served now.", retry_after_ms=retry_after_ms)
+
+
+class VersionUnknown(Unavailable):
+    """The scheduler serves no such version: another one took over, or it has not heard of this one yet."""
 
 
 class ServedByOther(Exception):
@@ -62,7 +66,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
     """How an attempt ended, from what ended it."""
     if error is None:
         return Outcome.DONE
-    if is_departure(error):
+    if is_departure(error) or isinstance(error, VersionUnknown):
         return Outcome.CANCELLED
     return Outcome.EXPIRED if isinstance(error, DeadlinePassed) else Outcome.FAILED
 

@@ -4,7 +4,7 @@ Closing the iterator cancels every stream that is open. The first failure ends a
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -81,3 +81,18 @@ async def _cancel_all(tasks: "list[asyncio.Task[Any]]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def next_or_none(produced: AsyncIterator[Produced]) -> Produced | None:
+    """The next piece; None = there is none."""
+    return await anext(produced, None)
+
+
+async def close_streams(first: "asyncio.Future[Produced | None]", produced: AsyncGenerator[Produced, None]) -> None:
+    """Stop reading, wherever it is, and close the engine streams."""
+    if not first.done():
+        first.cancel()
+        await asyncio.wait((first,))
+    if not first.cancelled():
+        first.exception()  # retrieved: whoever closes knows already why
+    await produced.aclose()

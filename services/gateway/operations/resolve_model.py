@@ -8,6 +8,7 @@ from roundhouse.errors import NotFound, Unauthenticated
 from roundhouse.vocabulary import RequestId
 from services.gateway.ports import Caller
 
+_READING_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 NAME_CHARACTERS_SHOWN = 100  # a guess: enough to see a typing error, short enough for a log
 
 
@@ -37,3 +38,14 @@ def model_not_found_text(name: str) -> str:
     """The one text for every model that a tenant cannot call."""
     shown = name if len(name) <= NAME_CHARACTERS_SHOWN else name[:NAME_CHARACTERS_SHOWN] + "…"
     return f"The model '{shown}' does not exist or you do not have access to it."
+
+
+def reads_alike(one: Model, other: Model) -> bool:
+    """Whether a prompt of one version is the same token ids for the other: tokenizer and template are the same."""
+    return _reading(one) == _reading(other)
+
+
+def _reading(model: Model) -> tuple[object, ...]:
+    if model.tokenizer_path != model.source_path:
+        return model.interface, model.tokenizer_path
+    return model.interface, *sorted((file.name, file.sha256) for file in model.files if file.name in _READING_FILES)

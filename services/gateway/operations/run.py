@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -14,14 +15,15 @@ import structlog
 from roundhouse.errors import EngineFailed, Unavailable
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.budgets import Money
-from services.gateway.domain.outcomes import ServedByOther, refusal_error
+from services.gateway.domain.outcomes import ServedByOther, VersionUnknown, refusal_error
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.call_progress import CallProgress, Counts, may_go_on
-from services.gateway.operations.engine_streams import Produced, produced_by
+from services.gateway.operations.engine_streams import Produced, close_streams, next_or_none, produced_by
+from services.gateway.operations.following import Following
 from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
-from services.gateway.operations.submission import pool_of, submit_request
+from services.gateway.operations.submission import cancel_message, pool_of, submit_request
 from services.gateway.ports import (
     Admitted,
     EngineRequest,
@@ -73,6 +75,7 @@ class Run:
         self._progress = [CallProgress() for _ in work.calls]
         self._before = Counts()
         self._first_token_ms: int | None = None
+        self._following = Following(parts.catalogue)
         self._events: AsyncGenerator[RunEvent, None] | None = None
 
     def events(self) -> AsyncIterator[RunEvent]:
@@ -91,18 +94,33 @@ class Run:
             await self._events.aclose()
 
     async def _all_events(self) -> AsyncGenerator[RunEvent, None]:
-        for number in range(1, ATTEMPTS_MAX + 1):
+        failures = 0
+        for number in count(1):
             try:
                 async with aclosing(self._attempt_events(number)) as events:
                     async for event in events:
                         yield event
                 return
+            except VersionUnknown as error:
+                if not await self._moves_on(number, error):
+                    raise
             except (EngineFailed, Unavailable) as error:
-                if number == ATTEMPTS_MAX or not self._may_run_again(number):
+                failures += 1
+                if failures == ATTEMPTS_MAX or not self._may_run_again(number):
                     raise
                 log.warning("attempt_failed", request_id=self.work.request_id, attempt=number, error=error.code)
                 await finished_anyway(self.finish(error))
-                await self._parts.clock.sleep_ms(RETRY_PAUSES_MS[number - 1])
+                await self._parts.clock.sleep_ms(RETRY_PAUSES_MS[failures - 1])
+
+    async def _moves_on(self, number: int, error: VersionUnknown) -> bool:
+        """Whether the request goes on, perhaps as one for another version; only before its first token."""
+        if self._before.output_tokens or self._following.is_over:
+            return False
+        if self._attempt is not None and self._attempt.number == number:
+            await finished_anyway(self.finish(error))
+        next_work = await self._following.next_work(self.work, self._parts.clock)
+        self.work = next_work or self.work
+        return next_work is not None
 
     def _may_run_again(self, number: int) -> bool:
         """Whether attempt `number` was given to an engine and another one can take its place unseen by the client.
@@ -145,7 +163,7 @@ class Run:
         except Unavailable:
             # It may be queued after all: take it out. A grant for it would be answered "not wanted".
             self._parts.attempts.remove(attempt)
-            await self._quietly(self._parts.scheduler.cancel(self._cancel_message(attempt)))
+            await self._quietly(self._parts.scheduler.cancel(cancel_message(attempt, self._parts.gateway_id)))
             raise
         if reply.WhichOneof("result") == "refused":
             self._parts.attempts.remove(attempt)
@@ -202,7 +220,7 @@ class Run:
         calls = [self._progress[index].resumed(self.work.calls[index]) for index in pending]
         timeout_ms = max(1, self.work.deadline_unix_ms - self._parts.clock.now_ms())
         produced = produced_by(self._node_of(attempt, grant), grant.placements[-1], calls, timeout_ms)
-        first = asyncio.ensure_future(_next_or_none(produced))
+        first = asyncio.ensure_future(next_or_none(produced))
         exhausted = False
         try:
             async for waiting in self._until_done(first, attempt):
@@ -227,7 +245,7 @@ class Run:
                 raise EngineFailed("The engine ended without finishing the request.")
         finally:
             if not exhausted:
-                await finished_anyway(_close(first, produced))
+                await finished_anyway(close_streams(first, produced))
 
     def _node_of(self, attempt: Attempt, grant: wire.Grant) -> InferenceNode:
         """The nodes; of a grant for two, as one."""
@@ -307,7 +325,7 @@ class Run:
             self._parts.attempts.remember(finished, now_ms)
             await self._quietly(self._parts.scheduler.finished(finished))
         elif not attempt.rejected:
-            await self._quietly(self._parts.scheduler.cancel(self._cancel_message(attempt)))
+            await self._quietly(self._parts.scheduler.cancel(cancel_message(attempt, self._parts.gateway_id)))
 
     async def _quietly(self, write: Coroutine[Any, Any, object]) -> None:
         try:
@@ -315,14 +333,6 @@ class Run:
         except Unavailable as error:
             # Heartbeats repeat a finish; a cancelled request that is granted later is answered "not wanted".
             log.warning("scheduler_not_told", request_id=self.work.request_id, error=error.message)
-
-    def _cancel_message(self, attempt: Attempt) -> wire.Cancel:
-        return wire.Cancel(
-            request_id=attempt.request_id,
-            attempt=attempt.number,
-            gateway_id=self._parts.gateway_id,
-            pool=attempt.pool,
-        )
 
     @property
     def was_accepted(self) -> bool:
@@ -384,17 +394,3 @@ class Run:
     def queue_ms(self) -> int:
         """Wait in the queue, without staging and loading."""
         return self.grant.queue_ms if self.grant else 0
-
-
-async def _next_or_none(produced: AsyncIterator[Produced]) -> Produced | None:
-    return await anext(produced, None)
-
-
-async def _close(first: "asyncio.Future[Produced | None]", produced: AsyncGenerator[Produced, None]) -> None:
-    """Stop reading, wherever it is, and close the engine streams."""
-    if not first.done():
-        first.cancel()
-        await asyncio.wait((first,))
-    if not first.cancelled():
-        first.exception()  # retrieved: whoever closes knows already why
-    await produced.aclose()

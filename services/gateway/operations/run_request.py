@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Status, StatusCode
 
 from roundhouse import telemetry
+from roundhouse.catalogue.store import CatalogueView
 from roundhouse.clock import Clock
 from roundhouse.errors import CapacityExhausted, DeadlinePassed, RoundhouseError, Unavailable
 from roundhouse.vocabulary import Outcome
@@ -55,6 +56,7 @@ class RequestParts:
     holds: BlockHolds
     observer: RequestObserver
     clock: Clock
+    catalogue: CatalogueView | None = None  # of the versions that requests use now; None = a request keeps its own
 
 
 @asynccontextmanager

@@ -32,3 +32,7 @@ def submit_request(work: Work, attempt: Attempt, gateway_id: str, generated: int
         fallback_allowed=work.fallback_allowed and attempt.number == 1,
         queue_limits=queue_limits(work),
     )
+
+
+def cancel_message(attempt: Attempt, gateway_id: str) -> wire.Cancel:
+    return wire.Cancel(request_id=attempt.request_id, attempt=attempt.number, gateway_id=gateway_id, pool=attempt.pool)

@@ -64,6 +64,7 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
             request.reason,
             tuple(sorted(request.devices)),
             request.alone_for,
+            request.unload_until_unix_ms,
         )
         try:
             async for progress in self._orders.ensure_loaded(order):

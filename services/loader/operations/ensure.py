@@ -8,7 +8,9 @@ generation is refused; a newer opposite order ends the wait of the older one wit
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import structlog
 
 from roundhouse.clock import Clock
 from roundhouse.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, Unavailable
@@ -21,6 +23,8 @@ from services.loader.operations.node import Node, Residence
 from services.loader.operations.progress import Progress, ProgressGauge
 from services.loader.operations.steps import Steps
 from services.loader.ports import ModelLibrary
+
+log = structlog.get_logger(__name__)
 
 OPERATOR = "operator"
 """The reason of orders by people: they do not wait for the pause after a failure."""
@@ -41,6 +45,7 @@ class LoadOrder:
     reason: str = ""
     devices: Site = ()  # to stand on; empty = the loader chooses
     alone_for: str = ""  # token of the tenant that has them alone; empty = they are shared
+    unload_until_ms: int = 0  # Unix time; later nobody may leave for it any more. 0 = no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,12 @@ class Orders:
             await self._wait(changed, deadline_ms)
 
     def _note(self, home: Residence, order: LoadOrder) -> None:
-        """What a load needs to know of its caller; one that has begun takes over what a later caller adds."""
+        """What a load needs to know of its caller; one that has begun takes over what a later caller adds.
+
+        A permission that came too late is none: whoever gave it may have slept since, and others use the instances."""
+        if 0 < order.unload_until_ms < self._clock.now_ms() and order.unload_first:
+            log.warning("permission_too_late", model=order.version.model, victims=len(order.unload_first))
+            order = replace(order, unload_first=())
         if home.instance.state.is_at_rest or home.instance.state is State.UNLOADING:
             home.unload_first, home.reason = order.unload_first, order.reason
             home.wanted_site, home.alone_for = order.devices, order.alone_for

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 from roundhouse.vocabulary import Digest, ModelName
 from services.loader.domain import instance as words
-from services.loader.domain.versions import ModelVersion
+from services.loader.domain.instance import State
+from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.operations.node import Node
 from services.loader.operations.prestage import Prestage
 from services.loader.operations.steps import Steps
@@ -27,6 +28,9 @@ class Recollection:
         self._kept = await self._memory.recall()
         self._node.maintenance = self._kept.maintenance
         self._node.dead = set(self._kept.dead)
+        self._node.loaded_before = {
+            triton_model_name(ModelVersion(model.name, model.digest)): model for model in self._kept.loaded
+        }
         self._node.measured = {
             (ModelVersion(ModelName(each.model), Digest(each.digest)), each.devices): each.bytes
             for each in self._kept.measured
@@ -38,7 +42,17 @@ class Recollection:
             Measured(version.model, version.digest, devices, size)
             for (version, devices), size in self._node.measured.items()
         ]
-        now = Remembered(self._node.maintenance, tuple(sorted(self._node.dead)), tuple(sorted(measured)))
+        loaded = self._node.loaded_before | {
+            home.triton_name: home.model
+            for home in self._node.residences.values()
+            if home.instance.state in (State.READY, State.DRAINING)
+        }
+        now = Remembered(
+            self._node.maintenance,
+            tuple(sorted(self._node.dead)),
+            tuple(sorted(measured)),
+            tuple(loaded[name] for name in sorted(loaded)),
+        )
         if now != self._kept:
             await self._memory.keep(now)
             self._kept = now

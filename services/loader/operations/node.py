@@ -148,6 +148,8 @@ class Node:
     draining: bool = False
     maintenance: str = ""
     """Why an operator took the node out of service; empty = nobody did."""
+    loaded_before: dict[str, Model] = field(default_factory=dict)
+    """What an earlier process had loaded, by Triton name, until Triton was looked at with a catalogue at hand."""
     dead: set[str] = field(default_factory=set)
     """Triton names whose model process died: the memory is free, whatever Triton's index says, until the next load."""
     changes: Changes = field(default_factory=Changes)

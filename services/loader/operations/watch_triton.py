@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
+from roundhouse.catalogue.records import Model
 from roundhouse.clock import Clock
 from roundhouse.errors import EngineFailed, NotFound, RoundhouseError
 from services.loader.domain import instance as words
@@ -117,6 +118,8 @@ class TritonWatch:
 
     async def _take_in_unknown(self, index: Mapping[str, TritonState], before: Mapping[ModelVersion, int]) -> None:
         known = self._library.versions()
+        named = {version.model for version in known.values()}
+        replaced = {name: each for name, each in self._node.loaded_before.items() if each.name in named}
         ours = {home.triton_name: home for home in self._node.residences.values()}
         for name, state in index.items():
             home = ours.get(name)
@@ -125,14 +128,18 @@ class TritonWatch:
             if name in self._node.dead:
                 continue  # what still stands under this name has no process
             version = known.get(name)
+            if version is None and (old := replaced.get(name)) is not None:
+                version = ModelVersion(old.name, old.digest)  # it serves until its new version takes over
             if home is not None and home.instance.state is State.FAILED:
                 version = None  # a load that we gave up and that came through later
-            if version is None or not await self._adopt(version, state):
+            if version is None or not await self._adopt(version, state, replaced.get(name)):
                 await self._unload_unknown(name)
+        self._node.loaded_before = {}
 
-    async def _adopt(self, version: ModelVersion, state: TritonState) -> bool:
+    async def _adopt(self, version: ModelVersion, state: TritonState, before: Model | None) -> bool:
+        """Take what Triton has as ours; `before` is its record as an earlier process knew it."""
         try:
-            home = self._node.settle_in(version, self._library.find(version))
+            home = self._node.settle_in(version, self._record(version, before))
             size = self._node.size_measured(home) or await self._library.device_bytes(home.model)
             placed = await self._control.placed_on(home.triton_name, timeout_ms=PROBE_TIMEOUT_MS)
         except RoundhouseError:
@@ -146,6 +153,14 @@ class TritonWatch:
         log.info("instance_adopted", model=version.model, digest=version.digest, devices=home.site)
         self._steps.take(version, words.Adopted() if state is TritonState.READY else words.FoundLeaving())
         return True
+
+    def _record(self, version: ModelVersion, before: Model | None) -> Model:
+        try:
+            return self._library.find(version)
+        except NotFound:
+            if before is None:
+                raise
+            return before
 
     def _site_of(self, uuids: Sequence[str]) -> Site | None:
         """Where a model stands by its package; empty = it does not say, None = on devices that are not here now."""

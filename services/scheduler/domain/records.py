@@ -146,6 +146,7 @@ class RefusalReason(StrEnum):
     DEADLINE = "deadline"
     UNAVAILABLE = "unavailable"
     NEVER_FITS = "never_fits"
+    REPLACED = "replaced"  # no node serves its version any more, and the catalogue names another
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import chain
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.obstacles import devices_needed
 from services.scheduler.domain.placement import PoolView, retry_at_ms
-from services.scheduler.domain.records import instance_key
+from services.scheduler.domain.records import VersionKey, instance_key
 from services.scheduler.domain.sites import could_ever_hold, serves
 
 
@@ -72,6 +72,12 @@ def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
         return Viable(0)
     causes = chain([failure.cause] if failure else [], [found.reason] if found else [])
     return BackingOff(again_ms, failure.tries if failure else 1, next((each for each in causes if each), "unknown"))
+
+
+def is_served(view: PoolView, version: VersionKey) -> bool:
+    """Whether some node has an instance of it that takes requests, or is about to have one. O(holders)."""
+    found = (node.find(version) for node in view.holders(version) if node.healthy or node.quiet)
+    return any(each is not None and (each.residence is Residence.READY or each.residence in ARRIVING) for each in found)
 
 
 def _is_closed(view: PoolView, node: NodeView, instance: InstanceView, now_ms: int) -> bool:

@@ -16,6 +16,7 @@ _REASONS = {
     RefusalReason.DEADLINE: wire.Refused.REASON_DEADLINE,
     RefusalReason.UNAVAILABLE: wire.Refused.REASON_UNAVAILABLE,
     RefusalReason.NEVER_FITS: wire.Refused.REASON_NEVER_FITS,
+    RefusalReason.REPLACED: wire.Refused.REASON_MODEL_UNKNOWN,
 }
 _TEXTS = {RefusalReason.DEADLINE: "its deadline passed in the queue"}
 

@@ -208,7 +208,7 @@ def _rounded(bytes_per_ms: int) -> int:
 def _instance(message: loading_pb2.Instance) -> InstanceView:
     return InstanceView(
         version=version_key(message.version.model, message.version.digest),
-        residence=_RESIDENCES[message.state],
+        residence=_residence(message),
         device_bytes=message.device_bytes,
         slots=message.slots,
         since_ms=message.state_since_unix_ms,
@@ -220,3 +220,10 @@ def _instance(message: loading_pb2.Instance) -> InstanceView:
         tier=_TIERS.get(message.tier, Tier.DISK),  # whatever a loader lists went through its disk
         remaining_ms=message.estimated_remaining_ms,
     )
+
+
+def _residence(message: loading_pb2.Instance) -> Residence:
+    """Ready with a reason is about to leave: nothing new goes there, and nobody unloads it a second time."""
+    if message.state == vocabulary_pb2.INSTANCE_STATE_READY and message.reason:
+        return Residence.DRAINING
+    return _RESIDENCES[message.state]

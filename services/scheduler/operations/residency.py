@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from roundhouse.clock import Clock
-from roundhouse.errors import CapacityExhausted, Conflict, InvalidInput, RoundhouseError, Unavailable
+from roundhouse.errors import CapacityExhausted, RoundhouseError, Unavailable
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.scheduler.domain.placement import Load, PoolView, ResidencyPolicy, Rotate, plan
@@ -25,7 +25,6 @@ from services.scheduler.domain.records import (
     Draining,
     InstanceKey,
     LoadClaim,
-    LoadFailure,
     PoolState,
     RefusalReason,
     VersionKey,
@@ -36,10 +35,10 @@ from services.scheduler.domain.records import (
 )
 from services.scheduler.domain.residency import Claimed, ClaimOrder, DrainOrder
 from services.scheduler.domain.sites import sited
-from services.scheduler.domain.viability import BackingOff, viability
+from services.scheduler.domain.viability import BackingOff, is_served, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
-from services.scheduler.operations.load_outcomes import outcome, said_retry_ms
+from services.scheduler.operations.load_outcomes import LOAD_TRIES, VictimsStay, failure_note, outcome
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.waits import WaitBook
 from services.scheduler.ports import AuditTrail, Instruments, LoaderFleet, SchedulingStore
@@ -48,21 +47,12 @@ log = structlog.get_logger(__name__)
 
 HOLD_MS = 15_000  # claims and drain marks of a crashed replica end after this
 RENEW_MS = 5_000
-LOAD_TRIES = 3  # as ModelMesh; then the waiting requests are told
-NO_ROOM_RETRY_MS = 500  # the node's memory was not what its last state said; the next state comes within a second
-FIRST_RETRY_MS = 1_000
-LONGEST_RETRY_MS = 60_000
-RETRY_MARGIN_MS = 100  # after the loader's own pause, so that a try does not meet its end
+PERMISSION_MARGIN_MS = 3_000  # a guess: more than the clocks of two machines that keep time differ
 FRESH_STATE_MS = 2_000  # how long to wait for the node's next state after a load: two of its periods
 STUCK_CHECK_S = 0.5
 VICTIM_PATIENCE_MS = 5_000  # five states of the node: an unload that Triton confirms takes well under a second
-UNCONFIRMED_RETRY_MS = 3_000  # a guess: long enough for another node to be chosen, short if there is none
 PLANS_MAX = 16  # plans one turn may act on: that many cold models begin to load at once
 NEVER_MS = 2**52  # later than any deadline
-
-
-class VictimsStay(CapacityExhausted):
-    """The load was given up by its follower, because an unload before it is not confirmed."""
 
 
 @dataclass(slots=True)
@@ -240,8 +230,8 @@ class Residency:
         failure: RoundhouseError | None = None
         begun_ms = self._clock.now_ms()
         try:
-            await self._send_victims(pool, load)
-            await self._ensure_loaded(load)
+            until_ms = await self._send_victims(pool, load)
+            await self._ensure_loaded(load, until_ms)
         except RoundhouseError as error:
             failure = error
         ended_ms = self._clock.now_ms()
@@ -265,7 +255,7 @@ class Residency:
         await self._await_fresh_state(load, failed=failure is not None, since_ms=ended_ms)
         try:
             await self._give_back(pool, load)
-            note = self._failure_note(pool, load, failure) if failure else None
+            note = failure_note(self._pools.view(pool), load, failure, self._clock.now_ms()) if failure else None
             await self._store.release_load(pool, load.version, load.node_id, self._owner, note, self._clock.now_ms())
         except Unavailable as error:
             log.warning("load_release_failed", model=model_of(load.version), error=error.message)
@@ -273,10 +263,12 @@ class Residency:
             self._running.pop((pool, load.version), None)
         self._dispatcher.wake(pool)
 
-    async def _send_victims(self, pool: PoolName, load: Load) -> None:
-        """Make sure, right before the order, that the victims are still to leave. Raises CapacityExhausted if not."""
+    async def _send_victims(self, pool: PoolName, load: Load) -> int:
+        """Make sure, right before the order, that the victims are still to leave. Raises CapacityExhausted if not.
+
+        Returns until when the loader may let them go: before the marks end, and others use them (invariant 8)."""
         if not load.victims:
-            return
+            return 0
         now_ms = self._clock.now_ms()
         victims = [victim.instance for victim in load.victims]
         try:
@@ -285,8 +277,9 @@ class Residency:
             raise CapacityExhausted("the store could not say whether the victims may leave") from error
         if not sent:
             raise CapacityExhausted("a request came for a model that was to leave")
+        return now_ms + HOLD_MS - PERMISSION_MARGIN_MS
 
-    async def _ensure_loaded(self, load: Load) -> None:
+    async def _ensure_loaded(self, load: Load, unload_until_ms: int) -> None:
         state = self._pools.nodes.state(load.node_id)
         if state is None:
             raise Unavailable(f"node {load.node_id} has gone")
@@ -298,7 +291,7 @@ class Residency:
             reason=load.reason,
         )
         following = asyncio.create_task(
-            self._until_ready(state.loader_address, self._request(load)), name="load-progress"
+            self._until_ready(state.loader_address, self._request(load, unload_until_ms)), name="load-progress"
         )
         begun_ms = self._clock.now_ms()
         try:
@@ -310,7 +303,7 @@ class Residency:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    def _request(self, load: Load) -> loading_pb2.EnsureLoadedRequest:
+    def _request(self, load: Load, unload_until_ms: int = 0) -> loading_pb2.EnsureLoadedRequest:
         return loading_pb2.EnsureLoadedRequest(
             version=_wire_version(load.version),
             generation=self._clock.now_ms(),  # later commands win, also after the store lost its memory
@@ -322,6 +315,7 @@ class Residency:
             reason=load.reason,
             devices=load.devices,
             alone_for=load.alone_for,
+            unload_until_unix_ms=unload_until_ms,
         )
 
     def _victims_stay(self, load: Load) -> bool:
@@ -351,29 +345,18 @@ class Residency:
                 return
             await self._clock.sleep_ms(50)
 
-    def _failure_note(self, pool: PoolName, load: Load, error: RoundhouseError) -> LoadFailure:
-        now_ms = self._clock.now_ms()
-        view = self._pools.view(pool)
-        before = view.state.failures.get((load.version, load.node_id))
-        tries = before.tries if before else 0
-        match error:
-            case VictimsStay():
-                return LoadFailure(now_ms + UNCONFIRMED_RETRY_MS, tries, error.message)
-            case CapacityExhausted() | Conflict():
-                return LoadFailure(now_ms + NO_ROOM_RETRY_MS, tries, error.message)
-            case InvalidInput():  # FAILED_PRECONDITION: it can never fit that node
-                return LoadFailure(now_ms + LONGEST_RETRY_MS, LOAD_TRIES, error.message)
-            case _:
-                tries += 1
-                pause_ms = min(LONGEST_RETRY_MS, FIRST_RETRY_MS << min(tries - 1, 16))
-                said_ms = said_retry_ms(view, load)
-                return LoadFailure(max(now_ms + pause_ms, said_ms + RETRY_MARGIN_MS), tries, error.message)
-
     async def _refuse_hopeless(self, pool: PoolName, view: PoolView) -> None:
-        """Refuse what waits for a model that fails to load: all after `LOAD_TRIES`, else what ends before the next."""
+        """Refuse what waits for a model that fails to load: all after `LOAD_TRIES`, else what ends before the next.
+
+        What waits for a version that the catalogue does not name and no node serves any more is given back at once: its
+        gateway asks again, for the version that took over (case B19)."""
         now_ms = self._clock.now_ms()
         for version in {depth.version for depth in view.state.depths}:
             spec = view.specs.get(version)
+            if spec is None and not is_served(view, version):
+                reason, message = RefusalReason.REPLACED, "another version of the model took over"
+                gone = await self._store.refuse(pool, version, NEVER_MS, reason, message, now_ms)
+                self._dispatcher.deliver(pool, gone)
             if spec is None or _is_claimed(view.state, version, now_ms):
                 continue
             answer = viability(view, spec, now_ms)

@@ -312,3 +312,16 @@ async def test_orders_that_cross(node: SmallNode) -> None:
     assert not await node.unload(small_model("nobody"))
     node.node.start_draining()
     assert isinstance(await outcome(node.load(B)), Unavailable)
+
+
+@on_a_small_node(*(small_model(name, 200) for name in "abc"))
+async def test_a_permission_to_unload_ends(node: SmallNode) -> None:
+    """Given by a scheduler that then slept: others use A by now, so it stays. In time it leaves."""
+    a, b, c = (small_model(name, 200) for name in "abc")
+    await node.load(a)
+    await node.load(b)
+    late = node.clock.now_ms() - 1
+    assert isinstance(await outcome(node.load(c, first=[a], unload_until_ms=late)), CapacityExhausted)
+    assert (node.state(a), node.state(b)) == (State.READY, State.READY)
+    await node.load(c, first=[a], unload_until_ms=node.clock.now_ms() + 1_000, reason="operator")
+    assert (node.state(a), node.state(c)) == (State.STAGED, State.READY)

@@ -7,7 +7,17 @@ from roundhouse.errors import CapacityExhausted
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.succession import KEEP_MS, RESTORED, SUPERSEDED
-from tests.builders.small_node import SmallNode, on_a_small_node, outcome, small_model, source_of, version_of
+from tests.builders.small_node import (
+    FakeNodeMemory,
+    SmallNode,
+    on_a_small_node,
+    outcome,
+    small_model,
+    small_node,
+    source_of,
+    version_of,
+)
+from tests.fakes.clock import run_virtual
 
 OLD = small_model("m", 150)
 NEW = small_model("m", 150, version=2)
@@ -115,3 +125,28 @@ async def test_a_version_that_is_not_loaded_is_not_loaded_by_a_change(node: Smal
     publish(node, NEW)
     await asyncio.sleep(10)
     assert node.control.loads == []
+
+
+def test_a_new_process_in_the_middle_of_a_change_goes_on_with_it() -> None:
+    """The loader dies while the new version is staged, and the next one finds a catalogue that does not name what
+    serves: the old version stays until the new one is ready. Of a model that is gone altogether nothing stays."""
+    other = small_model("other", 100)
+
+    async def work() -> None:
+        memory = FakeNodeMemory()
+        async with small_node([OLD, other], memory=memory, watched=True) as first:
+            await first.load(OLD)
+            await first.load(other)
+            await asyncio.sleep(2)
+            control, kept = first.control, memory.remembered  # as a kill -9 leaves it
+        memory.remembered = kept
+        async with small_node([NEW], memory=memory, triton=control, watched=True) as second:
+            assert (second.state(OLD), second.device) == (State.READY, (150, 0))
+            assert second.state(other) is State.REGISTERED
+            await asyncio.sleep(10)
+            assert (second.state(OLD), second.state(NEW)) == (State.READY, State.READY)
+            await asyncio.sleep(KEEP_MS / 1000 + 5)
+            assert (second.state(NEW), second.device) == (State.READY, (150, 0))
+            assert [model.digest for model in memory.remembered.loaded] == [NEW.digest]
+
+    run_virtual(work())

@@ -5,9 +5,12 @@ from dataclasses import replace
 from roundhouse.vocabulary import NodeId, PoolName, PriorityClass
 from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, vocabulary_pb2
 from services.scheduler.domain.nodes import InstanceView, Residence
+from services.scheduler.domain.placement import PoolView
 from services.scheduler.domain.records import AttemptId, Standing, Ticket, Tokens, version_key
+from services.scheduler.domain.viability import is_served
 from services.scheduler.operations import deliveries, places
 from services.scheduler.operations.nodes import NodeRegistry
+from services.scheduler.operations.pools import EMPTY_STATE
 from tests.fakes.clock import ManualClock
 
 M = version_key("m", "sha256:1")
@@ -122,3 +125,30 @@ def test_an_abandoned_attempt_is_billed_as_of_its_last_heartbeat() -> None:
     assert again.SerializeToString() == event.SerializeToString()
     silent = replace(ticket(0, 1_000, ready_ms=0, stage_ms=0, load_ms=0), used=Tokens(9, 3, 0))
     assert deliveries.usage_event(silent, "c1").data.input_tokens == 0
+
+
+def test_what_is_ready_with_a_reason_is_about_to_leave() -> None:
+    """Case B19: it gets nothing new and is nobody's victim; while its version was not told to leave, it is served."""
+    registry = NodeRegistry(ManualClock())
+    for sequence, reason, residence in (
+        (1, "", Residence.READY),
+        (2, "leaves for its new version", Residence.DRAINING),
+    ):
+        told = state(sequence)
+        told.instances.add(
+            version=vocabulary_pb2.ModelVersion(model="m", digest="sha256:1"),
+            state=vocabulary_pb2.INSTANCE_STATE_READY,
+            slots=4,
+            reason=reason,
+        )
+        registry.observe(told)
+        nodes = registry.nodes(POOL)
+        assert [each.residence for each in nodes[0].instances] == [residence]
+        assert is_served(PoolView(nodes, EMPTY_STATE, {}), M) is (residence is Residence.READY)
+
+
+def test_what_waits_for_a_replaced_version_is_told_to_ask_again() -> None:
+    """The reason is the one that gateways follow to the version that took over."""
+    given_back = replace(ticket(0, 0, ready_ms=0, stage_ms=0, load_ms=0), standing=Standing.REFUSED, reason="replaced")
+    refused = deliveries.delivery(given_back).rejection.refused
+    assert refused.reason == scheduling_pb2.Refused.REASON_MODEL_UNKNOWN
