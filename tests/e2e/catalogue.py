@@ -30,6 +30,7 @@ GENEROUS = {"requests_per_minute": 100_000, "tokens_per_minute": 100_000_000, "c
 TIGHT = {"requests_per_minute": 10, "tokens_per_minute": 100_000, "concurrent_requests": 2}
 FRUGAL_MICRO = 400  # millionths of a dollar
 FRUGAL = {"amount": "0.0004", "currency": "USD"}
+SHARED_PROMPT = ("every engine waits in its stall until the turntable is free. " * 6)[:325]  # 20 blocks of 16, and 5
 PRICE = {"id": "test-1", "input": "1", "cached_input": "0.5", "output": "2"}
 
 
@@ -51,7 +52,10 @@ def write_catalogue(root: Path) -> Path:
             {"name": "globex", "limits": GENEROUS},
             {"name": "tight", "limits": TIGHT},
             {"name": "frugal", "limits": GENEROUS, "budget": FRUGAL},
+            *({"name": name, "limits": GENEROUS, "sharing_group": "duo"} for name in ("east", "west", "south")),
         ],
+        # `south` would like to be in it and is not accepted; `acme` is in none.
+        "sharing_groups": [{"name": "duo", "tenants": ["east", "west"], "prompts": [SHARED_PROMPT]}],
         "models": models,
         "adapters": [{"name": "tiny-1-lora", "base": "tiny-1", "source": {"path": str(adapter)}, "tenant": "acme"}],
     }

@@ -8,6 +8,7 @@ import httpx
 from roundhouse import subjects
 from roundhouse.event_bus import Message, NatsBus
 from roundhouse.wire.v1.usage_pb2 import UsageEvent
+from tests.e2e.catalogue import SHARED_PROMPT
 from tests.e2e.mesh import Mesh
 
 LONG = "the turntable brings every engine to its stall. " * 8  # 384 bytes, a token each: 24 blocks of 16
@@ -56,9 +57,9 @@ class Asker:
                 await asyncio.sleep(0.1)
         await asyncio.sleep(1)  # for the next state that the scheduler hears
 
-    async def ask(self, prompt: str) -> tuple[str, int]:
+    async def ask(self, prompt: str, tenant: str = "acme") -> tuple[str, int]:
         """One completion; its node and how many of its tokens were cached."""
-        headers = {"Authorization": f"Bearer {self._mesh.keys['acme']}"}
+        headers = {"Authorization": f"Bearer {self._mesh.keys[tenant]}"}
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
         answer = await self._client.post(f"{self._mesh.http_url}/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
@@ -98,5 +99,33 @@ async def test_a_prompt_follows_its_prefix(mesh: Mesh) -> None:
             assert {node for node, _ in found} == {"node-2"}
             assert all(cached >= len(LONG) // 16 * 16 for _, cached in found)
             assert (await asker.ask("a turntable is for all engines. " * 8))[0] == "node-1"
+    finally:
+        await bus.close()
+
+
+async def test_a_group_shares_what_it_declared_and_nothing_else(mesh: Mesh) -> None:
+    """East and west are in one group by both sides' word: west finds the 20 blocks of the declared beginning that east
+    computed, and none of the same private words after it, which east finds again. South, whom the group does not list,
+    and acme, who is in none, find nothing (invariants 11 and 16)."""
+    private = " and what follows is a matter between a tenant and its own customers alone"
+    prompt = SHARED_PROMPT + private
+    shared, whole = len(SHARED_PROMPT) // 16 * 16, len(prompt) // 16 * 16
+    bus = await NatsBus.connect(mesh.nats_url, name="test")
+    try:
+        async with httpx.AsyncClient(timeout=60) as client:
+            asker = Asker(mesh, client)
+            for tenant in ("east", "west", "south", "acme"):
+                await bus.subscribe(subjects.usage(tenant), asker.on_usage)
+            await asker.make_room("node-2")
+            for node in await asker.ready_nodes() - {"node-2"}:
+                await asker.by_hand("unload", node)
+            await asker.by_hand("load", "node-2")
+            await asker.until_ready_on({"node-2"})
+            assert await asker.ask(prompt, "east") == ("node-2", 0)
+            assert await asker.ask(prompt, "west") == ("node-2", shared)
+            _, again = await asker.ask(prompt, "east")
+            assert shared < again <= whole
+            for stranger in ("south", "acme"):
+                assert await asker.ask(prompt, stranger) == ("node-2", 0)
     finally:
         await bus.close()
