@@ -237,8 +237,8 @@ def _block_keys(model: LoadedModel, details: CallDetails) -> BlockKeys:
 
 
 def _look_up(model: LoadedModel, request: GenerationRequest, patience_ms: int = 0) -> CachedPrefix:
-    """The longest stored prefix that leaves a token to compute; none for an embedding, which needs every state."""
-    if request.embed:
+    """The longest stored prefix that leaves a token to compute; none for what needs the state of every token."""
+    if request.embed or request.scores_prompt:
         return CachedPrefix()
     keys = request.block_keys(request.known)[: (len(request.known) - 1) // BLOCK_TOKENS]
     prefix = model.store.lookup(request.space, keys, patience_ms) if keys else CachedPrefix()

@@ -2,7 +2,8 @@
 
 `finish_reason` is `"null"` until the last response, then `"stop"`, `"length"` or, after a prefill, `"handoff"`.
 `num_output_tokens` counts the tokens generated since the previous response, so their sum is the bill; `token_ids`, if
-asked for, are those tokens. `roundhouse` comes with the first and the last one.
+asked for, are those tokens. `roundhouse` comes with the first and the last one; the first has the log probabilities of
+the prompt's tokens, if they were asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.reference.intake import Call
+from engines.reference.sampler import TokenLogprobs
 from engines.reference.sequence import TokenGenerated
 from engines.reference.token_bytes import TokenText
 
@@ -46,21 +48,30 @@ def join_tokens(call: Call, tokens: TokenText, events: Sequence[TokenGenerated],
         num_input_tokens=len(call.request.prompt) if inputs.return_num_input_tokens else None,
         num_output_tokens=len(events) if inputs.return_num_output_tokens else None,
         logprobs=_logprobs(tokens, events) if inputs.return_logprobs else None,
-        roundhouse=_account(last) if first or last.finish else None,
+        roundhouse=_account(last, _prompt_logprobs(call, tokens, events[0])) if first or last.finish else None,
         token_ids=np.array([e.token_id for e in events], np.int32) if call.details.return_token_ids else None,
     )
 
 
-def _account(event: TokenGenerated) -> str:
+def _account(event: TokenGenerated, prompt_logprobs: list[dict[str, Any]]) -> str:
     timings = event.timings
-    return json.dumps(
-        {
-            "cached_tokens": event.cached_tokens,
-            "queue_ms": round(timings.queue_ms, 3),
-            "prefill_ms": round(timings.prefill_ms, 3),
-            "decode_ms": round(timings.decode_ms, 3),
-        }
-    )
+    account: dict[str, Any] = {
+        "cached_tokens": event.cached_tokens,
+        "queue_ms": round(timings.queue_ms, 3),
+        "prefill_ms": round(timings.prefill_ms, 3),
+        "decode_ms": round(timings.decode_ms, 3),
+    }
+    return json.dumps(account | ({"prompt_logprobs": prompt_logprobs} if prompt_logprobs else {}))
+
+
+def _prompt_logprobs(call: Call, tokens: TokenText, event: TokenGenerated) -> list[dict[str, Any]]:
+    """One entry a prompt token; nothing goes before the first, so it has none of its own."""
+    request = call.request
+    if not request.scores_prompt or (len(request.prompt) > 1 and not event.prompt_logprobs):
+        return []
+    first: dict[str, Any] = {**_entry(tokens, request.prompt[0], 0.0), "logprob": None, "top": []}
+    scored = zip(request.prompt[1:], event.prompt_logprobs, strict=True)
+    return [first, *(_scored(tokens, token_id, logprobs) for token_id, logprobs in scored)]
 
 
 def _logprobs(tokens: TokenText, events: Sequence[TokenGenerated]) -> str:
@@ -69,8 +80,12 @@ def _logprobs(tokens: TokenText, events: Sequence[TokenGenerated]) -> str:
 
 def _token_logprobs(tokens: TokenText, event: TokenGenerated) -> dict[str, Any]:
     assert event.logprobs is not None  # asked for, so computed
-    entry = _entry(tokens, event.token_id, event.logprobs.chosen)
-    entry["top"] = [_entry(tokens, token_id, logprob) for token_id, logprob in event.logprobs.top]
+    return _scored(tokens, event.token_id, event.logprobs)
+
+
+def _scored(tokens: TokenText, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    entry = _entry(tokens, token_id, logprobs.chosen)
+    entry["top"] = [_entry(tokens, each, logprob) for each, logprob in logprobs.top]
     return entry
 
 

@@ -49,6 +49,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # alternatives for each token of the prompt
 
     @property
     def greedy(self) -> bool:
@@ -183,4 +184,5 @@ _CHECKS: dict[str, Check] = {
     "repetition_penalty": _number(0.0, 10.0, above=True),
     "logit_bias": _logit_bias,
     "logprobs": _integer(0, LOGPROBS_MAX),
+    "prompt_logprobs": _integer(0, LOGPROBS_MAX),
 }

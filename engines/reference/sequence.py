@@ -54,6 +54,11 @@ class GenerationRequest:
         return len(self.prompt) + (0 if self.embed else completion)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether every token of the prompt is to be scored. One that goes on from elsewhere was scored there."""
+        return self.params.prompt_logprobs is not None and not self.resumed and not self.embed
+
+    @property
     def known(self) -> tuple[int, ...]:
         """What there is to compute before the next token can be chosen."""
         return self.prompt + self.resumed
@@ -79,6 +84,7 @@ class TokenGenerated:
     finish: FinishReason | None
     cached_tokens: int
     timings: Timings
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, if asked for: of all prompt tokens but one
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,7 @@ class Running:
     prompt_keys: list[bytes] = field(default_factory=list)
     first_token_s: float | None = None
     hidden: list[NDArray[np.float32]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @staticmethod
     def admit(

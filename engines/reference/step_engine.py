@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engines.reference.decoder import Decoder, Segment
 from engines.reference.kv_cache import BlockStore, NoBlockStore
 from engines.reference.paged_kv import BLOCK_TOKENS, blocks_for
-from engines.reference.sampler import Choice, NumericFault
+from engines.reference.sampler import Choice, NumericFault, top_logprobs
 from engines.reference.sequence import (
     Embedded,
     EngineLimits,
@@ -175,6 +175,8 @@ class StepEngine:
         for running, segment in planned:
             start, row = row, row + len(segment.token_ids)
             running.computed += len(segment.token_ids)
+            if running.request.scores_prompt:
+                self._score_prompt(running, hidden[start:row], segment.first)
             if running.request.embed:
                 events += self._embed(running, hidden[start:row])
             elif not running.uncomputed:
@@ -186,6 +188,17 @@ class StepEngine:
             for (running, _), scores in zip(ready, logits, strict=True):
                 events.append(self._next_token(running, scores))
         return events
+
+    def _score_prompt(self, running: Running, hidden: NDArray[np.float32], first: int) -> None:
+        """How likely the model found each token of the prompt, but the first, which nothing goes before.
+
+        `hidden` `[rows, hidden]` are the states after the tokens from place `first` on."""
+        prompt, count = running.request.prompt, running.request.params.prompt_logprobs or 0
+        rows = min(len(hidden), len(prompt) - 1 - first)
+        if rows <= 0:
+            return
+        for place, scores in enumerate(self._decoder.logits(hidden[:rows]), first + 1):
+            running.prompt_logprobs.append(top_logprobs(scores, prompt[place], count))
 
     def _embed(self, running: Running, hidden: NDArray[np.float32]) -> list[Event]:
         """Mean of the final states of all prompt tokens, scaled to length 1."""
@@ -227,6 +240,7 @@ class StepEngine:
             finish=finish,
             cached_tokens=running.cached_tokens,
             timings=running.timings(now_s),
+            prompt_logprobs=tuple(running.prompt_logprobs) if running.generated == 1 else (),
         )
 
     def _advance_text(self, running: Running, choice: Choice) -> tuple[str, FinishReason | None]:

@@ -158,6 +158,7 @@ class EngineChunk:
     )
     logprobs: str | None = None  # JSON list, one entry a token
     embedding: tuple[float, ...] | None = None
+    prompt_logprobs: str | None = None  # with the first chunk, if asked for: JSON list, one entry a prompt token
     token_ids: bytes = b""  # if asked for and known: int32, little-endian, one a token
 
 

@@ -287,3 +287,30 @@ async def test_models_and_adapters(mesh: Mesh) -> None:
         assert (await whole(client, model="tiny-1-lora", max_tokens=2)).model == "tiny-1-lora"
         with pytest.raises(NotFoundError):
             await whole(client, model="absent")
+
+
+async def test_an_echoed_prompt_is_scored(mesh: Mesh) -> None:
+    """As evaluation harnesses ask: `echo` with `logprobs`. Every token of prompt and completion has a place, the first
+    has no probability, offsets cut the text; streamed it is the same; a model that cannot refuses with its `param`."""
+    asked: Any = {"prompt": "every engine", "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
+    async with client_of(mesh) as client:
+        told = await client.completions.create(model="tiny-1", **asked)
+        [choice] = told.choices
+        scores = choice.logprobs
+        assert scores is not None
+        assert choice.text.startswith(asked["prompt"])
+        assert len(scores.tokens) == told.usage.prompt_tokens + told.usage.completion_tokens
+        assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
+        assert all(score is not None and score <= 0 for score in scores.token_logprobs[1:])
+        assert all(
+            1 <= len(top) <= 2 for top in scores.top_logprobs[1:]
+        )  # by text: two halves of characters look alike
+        assert scores.text_offset == sorted(scores.text_offset)
+        again = await client.completions.create(model="tiny-1", **asked, stream=True)
+        pieces = [piece.choices[0] async for piece in again if piece.choices]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        streamed = [score for piece in pieces if piece.logprobs for score in piece.logprobs.token_logprobs]
+        assert streamed[1:] == pytest.approx(scores.token_logprobs[1:])
+        with pytest.raises(BadRequestError) as refused:
+            await client.completions.create(model="story", **asked)
+        assert refused.value.param == "echo"

@@ -27,6 +27,7 @@ from services.gateway.domain.openai_chunks import (
     chat_logprobs,
     comment,
     completion_logprobs,
+    echoed_logprobs,
     event,
     joined_logprobs,
     usage_of,
@@ -195,7 +196,7 @@ class _Texts:
         self._choices = prepared.work.choices
         count = len(prepared.work.calls)
         self._texts: list[list[str]] = [[] for _ in range(count)]
-        self._lengths = [0] * count
+        self._lengths = [len(self._prompt_of(index)) if style.echo else 0 for index in range(count)]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self._reasons: list[str | None] = [None] * count
 
@@ -206,7 +207,7 @@ class _Texts:
             if self._style.chat:
                 data = writer.role(index)
             elif self._style.echo:
-                data = writer.text(index, self._prompts[index // self._choices].text)
+                data = writer.text(index, self._prompt_of(index), self._echoed(index, chunk))
         logprobs = self._shaped(index, chunk)
         if chunk.text or logprobs is not None:
             data += writer.text(index, chunk.text, logprobs)
@@ -217,6 +218,8 @@ class _Texts:
 
     def add(self, index: int, chunk: EngineChunk) -> None:
         """Gather one chunk of one choice."""
+        if self._style.echo and not self._logprobs[index] and (echoed := self._echoed(index, chunk)) is not None:
+            self._logprobs[index].append(echoed)
         self._texts[index].append(chunk.text)
         logprobs = self._shaped(index, chunk)
         if logprobs is not None:
@@ -231,7 +234,7 @@ class _Texts:
     def _choice(self, index: int) -> dict[str, Any]:
         text = "".join(self._texts[index])
         if self._style.echo:
-            text = self._prompts[index // self._choices].text + text
+            text = self._prompt_of(index) + text
         choice: dict[str, Any] = {
             "index": index,
             "logprobs": joined_logprobs(self._logprobs[index]),
@@ -240,6 +243,13 @@ class _Texts:
         if self._style.chat:
             return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
         return choice | {"text": text}
+
+    def _prompt_of(self, index: int) -> str:
+        return self._prompts[index // self._choices].text
+
+    def _echoed(self, index: int, chunk: EngineChunk) -> dict[str, Any] | None:
+        """The log probabilities of the prompt, which come with the first chunk."""
+        return echoed_logprobs(chunk.prompt_logprobs, self._prompt_of(index)) if chunk.prompt_logprobs else None
 
     def _shaped(self, index: int, chunk: EngineChunk) -> dict[str, Any] | None:
         if not chunk.logprobs:

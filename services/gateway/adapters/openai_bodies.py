@@ -6,6 +6,7 @@ by name; the ones of `ACCEPTED_WITHOUT_EFFECT`, and unknown ones, are ignored: a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -160,9 +161,8 @@ class CompletionBody(_SamplingFields, kw_only=True):
             raise InvalidInput(f"'logprobs' must be in [0, {COMPLETION_LOGPROBS_MAX}].", param="logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidInput("'best_of' is only supported equal to 'n'.", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidInput("'echo' with 'logprobs' is not supported.", param="echo")
-        return self.sampling(self.max_tokens, self.logprobs)
+        sampling = self.sampling(self.max_tokens, self.logprobs)
+        return replace(sampling, prompt_logprobs=self.logprobs) if self.echo else sampling
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):

@@ -148,6 +148,8 @@ class OpenAIWork:
         param: str,
     ) -> Prepared:
         check_vocabulary(sampling, resolved.codec.vocabulary_size)
+        if sampling.prompt_logprobs is not None and resolved.model.engine is not Engine.REFERENCE:
+            raise InvalidInput("'echo' with 'logprobs' is not supported by this model.", param="echo")
         if sampling.seed is None and resolved.model.engine in RESUMING:
             sampling = replace(sampling, seed=self._chance())
         extra = self._told_in_parameters(context.caller, resolved)

@@ -88,6 +88,7 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
     cached: int | None = None
     logprobs: str | None = None
     embedding: tuple[float, ...] | None = None
+    prompt_logprobs: str | None = None
     token_ids = b""
     for name, data in zip(names, contents, strict=True):
         match name:
@@ -104,7 +105,7 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
             case "token_ids":
                 token_ids = bytes(data)
             case "roundhouse":
-                cached = _cached_tokens(_first_text(data))
+                cached, prompt_logprobs = _details_of(_first_text(data))
             case "embedding":
                 embedding = struct.unpack(f"<{len(data) // 4}f", data)
     return EngineChunk(
@@ -115,6 +116,7 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
         finish_reason=None if not finish or finish == _UNFINISHED else finish,
         logprobs=logprobs,
         embedding=embedding,
+        prompt_logprobs=prompt_logprobs,
         token_ids=token_ids,
     )
 
@@ -152,10 +154,13 @@ def _first_count(data: bytes) -> int:
     return int(_UINT32.unpack_from(data)[0]) if len(data) >= 4 else 0
 
 
-def _cached_tokens(text: str) -> int | None:
+def _details_of(text: str) -> tuple[int | None, str | None]:
+    """Cached tokens, and the log probabilities of the prompt as JSON, as far as an engine says them."""
     try:
         details = json.loads(text)
     except ValueError:
-        return None
-    value = details.get("cached_tokens") if isinstance(details, Mapping) else None
-    return value if isinstance(value, int) else None
+        return None, None
+    if not isinstance(details, Mapping):
+        return None, None
+    cached, scored = details.get("cached_tokens"), details.get("prompt_logprobs")
+    return cached if isinstance(cached, int) else None, json.dumps(scored) if isinstance(scored, list) else None

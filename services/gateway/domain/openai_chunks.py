@@ -101,9 +101,19 @@ def completion_logprobs(text: str, offset: int) -> dict[str, Any]:
     for entry in json.loads(text):
         shaped["tokens"].append(entry["token"])
         shaped["token_logprobs"].append(entry["logprob"])
-        shaped["top_logprobs"].append({top["token"]: top["logprob"] for top in entry["top"]})
+        alternatives = {top["token"]: top["logprob"] for top in entry["top"]}
+        shaped["top_logprobs"].append(None if entry["logprob"] is None else alternatives)
         shaped["text_offset"].append(offset)
         offset += len(entry["token"])
+    return shaped
+
+
+def echoed_logprobs(text: str, prompt: str) -> dict[str, Any]:
+    """Logprobs of the prompt before its completion; its first token has none. A begin token is in no text."""
+    shaped = completion_logprobs(text, 0)
+    if shaped["tokens"] and not prompt.startswith(shaped["tokens"][0]):
+        hidden = len(shaped["tokens"][0])
+        shaped["text_offset"] = [max(0, offset - hidden) for offset in shaped["text_offset"]]
     return shaped
 
 

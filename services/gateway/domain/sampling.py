@@ -40,6 +40,7 @@ class Sampling:
     ignore_eos: bool | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # alternatives a token; 0 = only the chosen one
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
 
     def engine_parameters(self, choice: int, max_tokens: int, extra: Mapping[str, object] | None = None) -> str:
         """JSON for the engine's `sampling_parameters` of choice 0 … n-1; each choice has a seed of its own.
@@ -72,6 +73,7 @@ _PASSED_ON = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
 )
 
 # name: (lowest, highest, whether the lowest itself is excluded)

@@ -15,7 +15,7 @@ from engines.reference.kv_cache import BlockArray, BlockSpace, CachedPrefix
 from engines.reference.loaded_model import LoadedModel
 from engines.reference.paged_kv import BLOCK_TOKENS
 from engines.reference.sampling_params import InvalidRequest
-from engines.reference.sequence import ContextLengthExceeded, Embedded, GenerationRequest
+from engines.reference.sequence import ContextLengthExceeded, Embedded, GenerationRequest, TokenGenerated
 from tests.builders.checkpoints import random_adapter, random_checkpoint, scripted_checkpoint
 from tests.unit.engines.engine_driver import make_request, open_model, run_one, run_requests
 
@@ -308,3 +308,24 @@ def test_a_fault_while_blocks_are_copied_ends_the_request_and_loses_nothing(
     statistics = model.engine.statistics()
     assert (statistics.running, statistics.blocks_free) == (0, statistics.blocks_total)
     assert run_one(model, "x").finish == "length"
+
+
+def test_the_prompt_is_scored_as_the_same_tokens_were_when_they_were_chosen(folder: Path) -> None:
+    """The log probability of each token of a completion is what the engine says of it as a part of the prompt, whatever
+    chunks the prompt comes in; the first token has none; who did not ask gets none; cached blocks are not used."""
+    model = open_model(folder)
+    begin = list(range(3, 20))
+    [said] = run_requests(model, [make_request(model, begin, max_tokens=12, ignore_eos=True, logprobs=2)])
+    chosen = [event.logprobs for event in said.events if isinstance(event, TokenGenerated)]
+    whole = [*begin, *said.token_ids]
+    asked = make_request(model, whole, max_tokens=2, ignore_eos=True, prompt_logprobs=2, details={"salt": "00" * 32})
+    [scored, silent] = run_requests(model, [asked, make_request(model, whole, max_tokens=2)])
+    first = scored.events[0]
+    assert isinstance(first, TokenGenerated)
+    assert len(first.prompt_logprobs) == len(whole) - 1
+    for said_before, said_now in zip(chosen, first.prompt_logprobs[len(begin) - 1 :], strict=True):
+        assert said_before is not None
+        assert said_now.chosen == pytest.approx(said_before.chosen, abs=1e-5)
+        assert [token for token, _ in said_now.top] == [token for token, _ in said_before.top]
+    assert not any(event.prompt_logprobs for event in silent.events if isinstance(event, TokenGenerated))
+    assert not any(event.prompt_logprobs for event in scored.events[1:] if isinstance(event, TokenGenerated))
