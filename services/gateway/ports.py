@@ -100,8 +100,10 @@ class Admission(Protocol):
 class SchedulerGateway(Protocol):
     """The scheduler, over the bus."""
 
-    async def submit(self, request: scheduling_pb2.SubmitRequest) -> scheduling_pb2.SubmitReply:
-        """Queue a request. Idempotent by (request_id, attempt). Raises Unavailable."""
+    async def submit(self, request: scheduling_pb2.SubmitRequest, *, timeout_ms: int) -> scheduling_pb2.SubmitReply:
+        """Queue a request. Idempotent by (request_id, attempt). Raises Unavailable, also when no replica answers in time.
+
+        One that is frozen takes its share of the submits until the bus drops it."""
         ...
 
     async def cancel(self, cancel: scheduling_pb2.Cancel) -> None:

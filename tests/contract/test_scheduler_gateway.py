@@ -50,11 +50,11 @@ async def side(request: pytest.FixtureRequest) -> AsyncIterator[Side]:
 
 async def test_a_submit_is_answered_with_a_decision(side: Side) -> None:
     """Accepted with an estimate, or refused with a reason."""
-    reply = await side.gateway.submit(REQUEST)
+    reply = await side.gateway.submit(REQUEST, timeout_ms=2_000)
     assert reply.accepted.estimated_wait_ms > 0
     assert side.heard.submitted == [REQUEST]
     side.heard.refused = wire.Refused(reason=wire.Refused.REASON_QUEUE_FULL)
-    assert (await side.gateway.submit(REQUEST)).refused.reason == wire.Refused.REASON_QUEUE_FULL
+    assert (await side.gateway.submit(REQUEST, timeout_ms=2_000)).refused.reason == wire.Refused.REASON_QUEUE_FULL
 
 
 async def test_what_is_told_is_heard(side: Side) -> None:
@@ -77,11 +77,11 @@ async def test_nobody_there_is_unavailable(side: Side) -> None:
     """A submit does not wait for a scheduler that is away."""
     await side.leave()
     with pytest.raises(Unavailable):
-        await side.gateway.submit(REQUEST)
+        await side.gateway.submit(REQUEST, timeout_ms=2_000)
 
 
 async def test_a_grant_that_nobody_waits_for_is_not_wanted(side: Side) -> None:
     """The lease ends at once."""
-    await side.gateway.submit(REQUEST)
+    await side.gateway.submit(REQUEST, timeout_ms=2_000)
     granted = side.heard.grant(side.heard.submitted[0])
     assert (granted if isinstance(granted, bool) else await granted) is False

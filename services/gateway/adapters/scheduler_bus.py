@@ -13,8 +13,6 @@ from roundhouse.wire.v1 import loading_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.attempts import Attempts
 
-SUBMIT_TIMEOUT_MS = 2_000  # a guess: far above the 0.4 ms of an idle scheduler, far below any deadline
-
 
 class BusScheduler:
     """See `SchedulerGateway`."""
@@ -24,9 +22,9 @@ class BusScheduler:
         self._gateway_id = gateway_id
         self._clock = clock
 
-    async def submit(self, request: wire.SubmitRequest) -> wire.SubmitReply:
+    async def submit(self, request: wire.SubmitRequest, *, timeout_ms: int) -> wire.SubmitReply:
         """See `SchedulerGateway.submit`. Raises Unavailable also for an empty or unreadable reply."""
-        data = await self._bus.request(subjects.WORK_SUBMIT, request.SerializeToString(), timeout_ms=SUBMIT_TIMEOUT_MS)
+        data = await self._bus.request(subjects.WORK_SUBMIT, request.SerializeToString(), timeout_ms=timeout_ms)
         try:
             reply = wire.SubmitReply.FromString(data)
         except DecodeError as error:

@@ -5,7 +5,7 @@ Invariants 1 and 13: `finish` closes an attempt once, and the counts it reports 
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,7 @@ from services.gateway.operations.engine_streams import Produced, close_streams, 
 from services.gateway.operations.following import Following
 from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
-from services.gateway.operations.submission import cancel_message, pool_of, submit_request
+from services.gateway.operations.submission import SUBMIT_WAITS_MS, cancel_message, pool_of, submit_request
 from services.gateway.ports import (
     Admitted,
     EngineRequest,
@@ -43,7 +43,6 @@ log = structlog.get_logger(__name__)
 # that its Triton was restarted; until then the scheduler may send a request there again.
 RETRY_PAUSES_MS = (250, 1_500)
 ATTEMPTS_MAX = 1 + len(RETRY_PAUSES_MS)
-SUBMIT_TRIES_MAX = 2  # submitting is idempotent; a second try reaches another replica
 REMIND_MS = 10_000  # a guess: how much later a request starts that a failover of the store forgot
 COMMENT_INTERVAL_S = 2.0  # contract: a waiting stream hears something every 2 s or so
 
@@ -178,13 +177,10 @@ class Run:
         return attempt
 
     async def _submitted(self, request: wire.SubmitRequest) -> wire.SubmitReply:
-        for tries in range(1, SUBMIT_TRIES_MAX + 1):
-            try:
-                return await self._parts.scheduler.submit(request)
-            except Unavailable:
-                if tries == SUBMIT_TRIES_MAX:
-                    raise
-        raise AssertionError("the loop returns or raises")
+        for timeout_ms in SUBMIT_WAITS_MS[:-1]:
+            with suppress(Unavailable):
+                return await self._parts.scheduler.submit(request, timeout_ms=timeout_ms)
+        return await self._parts.scheduler.submit(request, timeout_ms=SUBMIT_WAITS_MS[-1])
 
     async def _remind(self, attempt: Attempt) -> None:
         """Submit a waiting attempt again, now and then: idempotent while it is queued, and needed if the store that
@@ -195,7 +191,7 @@ class Run:
         attempt.reminded_ms = now_ms
         request = submit_request(self.work, attempt, self._parts.gateway_id, self.output_tokens)
         request.fallback_allowed = False
-        await self._quietly(self._parts.scheduler.submit(request))
+        await self._quietly(self._parts.scheduler.submit(request, timeout_ms=SUBMIT_WAITS_MS[-1]))
 
     async def _until_done(self, answer: "asyncio.Future[Any]", attempt: Attempt) -> AsyncIterator[Waiting]:
         """`Waiting` every `COMMENT_INTERVAL_S` until `answer` is done."""

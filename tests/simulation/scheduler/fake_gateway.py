@@ -12,6 +12,7 @@ from roundhouse.event_bus import EventBus, Message
 from roundhouse.vocabulary import PriorityClass
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from roundhouse.wire.v1 import vocabulary_pb2
+from services.gateway.operations.submission import SUBMIT_WAITS_MS
 from tests.simulation.scheduler.mesh import POOL, FakeNode
 
 
@@ -68,16 +69,18 @@ class FakeGateway:
         return Asked(wire.SubmitRequest(**(values | fields)), run_ms)  # type: ignore[arg-type]
 
     async def submit(self, asked: Asked) -> wire.SubmitReply | None:
-        """Send; None if nobody answered even the third time (then the client was told so)."""
+        """Send; None if nobody answered even the last time (then the client was told so)."""
         key = (asked.request.request_id, asked.request.attempt)
         self.asked[key] = asked
         asked.submitted_ms = self.clock.now_ms()
         task = asyncio.create_task(self._watch_deadline(asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        for _ in range(3):
+        for timeout_ms in SUBMIT_WAITS_MS:
             try:
-                data = await self.bus.request(subjects.WORK_SUBMIT, asked.request.SerializeToString())
+                data = await self.bus.request(
+                    subjects.WORK_SUBMIT, asked.request.SerializeToString(), timeout_ms=timeout_ms
+                )
             except Unavailable:
                 await self.clock.sleep_ms(100)
                 continue

@@ -290,7 +290,7 @@ def test_a_queued_request_that_is_given_back_fails_with_the_reason() -> None:
 
 
 def test_a_scheduler_that_is_away_refuses_new_work_and_charges_nothing() -> None:
-    """Two tries, then unavailable; no event, nothing held."""
+    """Five tries, then unavailable; no event, nothing held."""
 
     async def scenario(world: GatewayWorld) -> None:
         world.scheduler.away = True
