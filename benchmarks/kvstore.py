@@ -2,11 +2,13 @@
 
 A put reserves, hashes, writes into the arena and commits, in batches of `BATCH` blocks; a get acquires, copies each
 block to where it is needed, checks it and releases; a check does so without the copy, which an engine makes anyway when
-it fills its own pool. All are real calls to a real process. The limit of memory is the same copies into and out of a
-mapped, touched shared file, made by the same process between them; with several clients every process copies at once,
-and the time is that from the first start to the last end. The limit of the disk is direct reads of the same sizes from
-one file into touched memory that asks for huge pages, one beside each get. Redis is Valkey over TCP with GET and SET,
-without its append-only file.
+it fills its own pool, and a seal is a put by an engine that has computed its blocks in place. All are real calls to a
+real process. The limit of memory is the same copies into and out of a mapped, touched shared file, made by the same
+process between them, and, as the limit of whoever looks at every byte, the same copies with a checksum each; with
+several clients every process copies at once, and the time is that from the first start to the last end. The limit of
+the disk is direct reads of the same sizes from one file into touched memory that asks for huge pages, one beside each
+get. Redis is Valkey over TCP with GET and SET, without its append-only file; `--lmcache-python` and `--mooncake-python`
+name interpreters that have these stores.
 """
 
 import argparse
@@ -26,11 +28,13 @@ from typing import Protocol
 import grpc
 import numpy as np
 import redis
+import xxhash
 from numpy.typing import NDArray
 
 from benchmarks.kv_first_token import first_token_figures
 from benchmarks.kv_lookups import lookup_figures
 from benchmarks.kv_process import kvstore_running
+from benchmarks.kv_rivals import NAMES, run_rival
 from benchmarks.report import Figure, Goal, Report
 from deploy.local.ports import free_ports
 from deploy.local.server import LocalServer
@@ -65,8 +69,12 @@ class Reserving(Protocol):
 def run(arguments: Sequence[str]) -> Report:
     """Measure every size with every number of clients."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks kvstore")
-    parser.add_argument("--client-bytes", type=int, default=64 * MIB, help="bytes of one client and turn")
+    parser.add_argument("--client-bytes", type=int, default=64 * MIB, help="bytes of one client and turn: one prompt")
+    for rival in NAMES:
+        parser.add_argument(f"--{rival}-python", type=Path, default=None, help=f"an interpreter that has {rival}")
     parser.add_argument("--repeats", type=int, default=3, help="turns; the median counts")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of a block, bytes")
+    parser.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS), help="processes at once")
     parser.add_argument("--folder", type=Path, default=None, help="where the disk to be measured is")
     parser.add_argument("--no-redis", action="store_true", help="leave Valkey out")
     parser.add_argument("--parts", nargs="+", choices=["throughput", "lookups", "first-token"], help="default: all")
@@ -85,8 +93,8 @@ def run(arguments: Sequence[str]) -> Report:
             figures |= first_token_figures(Path(name))
         if "throughput" not in parts:
             return Report(NAME, figures, limits, goals)
-        for size in SIZES:
-            for clients in CLIENTS:
+        for size in options.sizes:
+            for clients in options.clients:
                 _case(Path(name), size, clients, options, figures, limits, goals)
     return Report(NAME, figures, limits, goals)
 
@@ -103,10 +111,10 @@ def _case(
     label = f"{size // KIB}kib_{clients}"
     with ExitStack() as stack:
         address, restart = stack.enter_context(
-            kvstore_running(folder, (options.repeats + 1) * options.client_bytes * max(clients, 2))
+            kvstore_running(folder, (2 * options.repeats + 1) * options.client_bytes * max(clients, 2))
         )
         rates = _turns(options, clients, _client, (address, size, options.client_bytes))
-        plain = {name: rates.pop(name) for name in ("copy_in", "copy_out")}
+        plain = {name: rates.pop(name) for name in ("copy_in", "copy_out", "checked_copy_in", "checked_copy_out")}
         ours = rates
         disk, direct = _disk_rates(address, restart, size, options, folder)
         for name, rate in (ours | disk).items():
@@ -117,9 +125,24 @@ def _case(
             port = stack.enter_context(_valkey(folder))
             for name, rate in _turns(options, clients, _redis_client, (port, size, options.client_bytes)).items():
                 figures[f"{label}_{name}_gb_per_second"] = rate
+        if clients == 1:
+            _rivals(label, size, options, figures)
         limit_of = {"put": plain["copy_in"], "get": plain["copy_out"], "check": plain["copy_out"]}
         for name, limit in (limit_of | {"disk_get": direct["direct_read"]}).items():
             goals.append(Goal.at_least(f"{label}: {name} / its limit", GOALS[name], (ours | disk)[name] / limit))
+
+
+def _rivals(label: str, size: int, options: argparse.Namespace, figures: dict[str, Figure]) -> None:
+    for name in NAMES:
+        python: Path | None = getattr(options, f"{name}_python")
+        if python is None:
+            continue
+        first, second = free_ports(2)
+        rates = run_rival(python, name, size, options.client_bytes, options.repeats, (first, second))
+        if isinstance(rates, str):
+            figures[f"{label}_{name}_skipped"] = rates
+            continue
+        figures |= {f"{label}_{name}_{what}_gb_per_second": rate for what, rate in rates.items()}
 
 
 # Clients, each in a process of its own
@@ -159,11 +182,14 @@ def _client(barrier: Barrier, queue: object, name: str, address: str, size: int,
         stub = kv_pb2_grpc.KvStoreStub(channel)
         arena = _mapped(stub)
         source, target = _touched(nbytes), _touched(nbytes)
-        keys = _keys(name, nbytes // size)
+        keys, sealed = _keys(name, nbytes // size), _keys(f"{name} sealed", nbytes // size)
         spans = {
             "copy_in": _timed(barrier, lambda: _copy(shared, source, size)),
-            "put": _timed(barrier, lambda: _put(stub, arena, keys, source, size)),
+            "checked_copy_in": _timed(barrier, lambda: _copy(shared, source, size, checked=source)),
+            "put": _timed(barrier, lambda: _put(stub, arena, keys, size, source)),
+            "seal": _timed(barrier, lambda: _put(stub, arena, sealed, size)),
             "copy_out": _timed(barrier, lambda: _copy(target, shared, size)),
+            "checked_copy_out": _timed(barrier, lambda: _copy(target, shared, size, checked=shared)),
             "get": _timed(barrier, lambda: _get(stub, arena, keys, target)),
             "check": _timed(barrier, lambda: _check(stub, arena, keys)),
         }
@@ -171,8 +197,11 @@ def _client(barrier: Barrier, queue: object, name: str, address: str, size: int,
         queue.put(spans)  # type: ignore[attr-defined]
 
 
-def _put(stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes], source: Bytes, size: int) -> None:
-    """In batches; the next one is reserved, and the last one published, while one is written."""
+def _put(
+    stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes], size: int, source: Bytes | None = None
+) -> None:
+    """In batches; the next one is reserved, and the last one published, while one is written. Without a source the
+    bytes are those that lie there: somebody has computed them in place."""
     batches = [keys[first : first + BATCH] for first in range(0, len(keys), BATCH)]
     reserved = _reserve(stub, batches[0], b"", size)
     published, at = [], 0
@@ -181,7 +210,10 @@ def _put(stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes], s
         if number + 1 < len(batches):
             reserved = _reserve(stub, batches[number + 1], batch[-1], size)
         for slot in slots.slots:
-            slot.checksum = arena.write(slot.offset, source[at : at + size])
+            if source is None:
+                slot.checksum = xxhash.xxh3_64_intdigest(arena.view(slot.offset, size).data)
+            else:
+                slot.checksum = arena.write(slot.offset, source[at : at + size])
             at += size
         published.append(
             stub.CommitBlocks.future(kv_pb2.CommitBlocksRequest(lease_id=slots.lease_id, blocks=slots.slots))
@@ -211,8 +243,10 @@ def _get(stub: kv_pb2_grpc.KvStoreStub, arena: MappedArena, keys: list[bytes], t
             assert arena.read(offset, into, checksum)
 
 
-def _copy(target: Bytes, source: Bytes, size: int) -> None:
+def _copy(target: Bytes, source: Bytes, size: int, checked: Bytes | None = None) -> None:
     for at in range(0, len(source), size):
+        if checked is source and checked is not None:
+            xxhash.xxh3_64_intdigest(checked[at : at + size].data)
         target[at : at + size] = source[at : at + size]
 
 
@@ -248,7 +282,9 @@ def _acquired(stub: kv_pb2_grpc.KvStoreStub, keys: list[bytes]) -> Iterator[kv_p
     )
     assert len(reply.offsets) == len(keys)
     yield reply
-    stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id))
+    stub.ReleaseLease.future(
+        kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id)
+    )  # nobody waits for it, as in an engine
 
 
 def _redis_client(barrier: Barrier, queue: object, name: str, port: int, size: int, nbytes: int) -> None:
@@ -285,7 +321,7 @@ def _disk_rates(
         stub = kv_pb2_grpc.KvStoreStub(channel)
         arena = _mapped(stub)
         for keys in chains:
-            _put(stub, arena, keys, _touched(nbytes), size)
+            _put(stub, arena, keys, size, _touched(nbytes))
             _get(stub, arena, keys, target)
         _wait_until_written(stub)
     restart()
