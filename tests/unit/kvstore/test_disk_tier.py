@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +283,31 @@ async def test_an_unreadable_disk_is_a_miss(node: Node, monkeypatch: pytest.Monk
     assert await node.found(chain("a", 2)) == 0
     assert node.service.statistics().units_held == 0
     assert node.disk.counts().blocks == 0
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+async def test_what_the_kernel_says_is_a_miss(node: Node, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """2 blocks lie on disk, 2 are to be written. Every write fails, and then every read: the memory's blocks are found,
+    the disk's are a miss, both are counted, and once the disk is well again blocks are written and read as before."""
+    await node.store_and_use(chain("a", 2))
+    await node.start()
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", refuse)
+        await node.store_and_use(chain("b", 2))
+        assert (node.disk.counts().errors, node.disk.counts().written) == (1, 0)
+        assert await node.found(chain("b", 2)) == 2
+        patched.setattr(os, "preadv", refuse)
+        node.clock.advance(REST_MS)
+        assert await node.found(chain("a", 2)) == 0
+        assert node.disk.counts().errors >= 2
+    node.clock.advance(REST_MS)
+    await node.store_and_use(chain("c", 2))
+    await node.start()
+    assert await node.found(chain("c", 2)) == 2
 
 
 async def test_the_disk_keeps_its_bound_and_what_is_used(tmp_path: Path) -> None:
