@@ -140,7 +140,7 @@ async def test_a_gang_stands_on_both_linked_devices_and_others_share_the_rest(di
         assert standing["pair"] == (0, 1)
         assert set(ONES[:3]) <= standing.keys()
         divided.crash("loader-1")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             before = watch.latest.incarnation
             while watch.latest.incarnation == before or watch.standing() != standing:  # noqa: ASYNC110 - it is told
                 await asyncio.sleep(0.1)
@@ -166,6 +166,15 @@ async def test_a_tenant_with_a_slice_of_its_own_is_alone_there(divided: Mesh) ->
         places = {devices for name, devices in watch.seen if name == "own"}
         assert places
         assert places <= {(index,) for index in SLICES}
+
+
+async def test_a_model_of_everybodys_takes_turns_with_a_slice_of_ones_own(divided: Mesh) -> None:
+    """The only node holds it once: it is unloaded and loaded anew, on a slice for vip, and back for all others."""
+    async with watched(divided) as watch:
+        for tenant in ("acme", "vip", "acme"):
+            assert await ask(divided, "one-0", tenant)
+            if tenant == "vip":
+                assert set(watch.standing()["one-0"]) <= SLICES
 
 
 async def test_a_gang_that_no_node_can_hold_is_refused_with_the_reason(divided: Mesh) -> None:

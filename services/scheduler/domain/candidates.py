@@ -6,7 +6,7 @@ from roundhouse.vocabulary import NodeId
 from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, VersionSpec
 from services.scheduler.domain.plans import PoolView
 from services.scheduler.domain.records import PREFILL_STAGE, VersionKey, owner_of
-from services.scheduler.domain.sites import could_ever_hold, is_held, leaves, retry_at_ms, serves
+from services.scheduler.domain.sites import claimed_nodes, could_ever_hold, is_held, leaves, retry_at_ms, serves
 
 Shape = tuple[int, int, bool, bool]
 Held = tuple[NodeView, InstanceView]
@@ -40,6 +40,7 @@ class Candidates:
             for (version, node_id), failure in self.view.state.failures.items()
             if version == spec.version and failure.retry_at_ms > self.now_ms
         }
+        out |= claimed_nodes(self.view, spec.version, self.now_ms)
         return [node for node in self.able(spec) if node.healthy and node.node_id not in out]
 
     def held_by_others(self, spec: VersionSpec) -> list[Held]:
@@ -52,6 +53,20 @@ class Candidates:
                 continue
             other = self.view.specs.get(each.version)
             if node.healthy and serves(node, spec.version) and other is not None and not other.alone:
+                found.append((node, each))
+        return found
+
+    def apart(self, spec: VersionSpec) -> list[Held]:
+        """Ready instances of the version that stand for another owner and cannot change hands: one of the two is to be
+        alone on its devices."""
+        able = {node.node_id for node in self.able(spec)}
+        found = []
+        for node in self.view.holders(spec.version):
+            each = node.find_any(spec.version)
+            if each is None or each.version == spec.version or each.residence is not Residence.READY:
+                continue
+            other = self.view.specs.get(each.version)
+            if node.healthy and node.node_id in able and (spec.alone or (other is not None and other.alone)):
                 found.append((node, each))
         return found
 

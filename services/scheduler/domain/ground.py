@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from roundhouse.vocabulary import NodeId
 from services.scheduler.domain.candidates import Candidates
 from services.scheduler.domain.nodes import ARRIVING, InstanceView, NodeView, Residence, VersionSpec
-from services.scheduler.domain.plans import Deferred, Load, PoolView, ResidencyPolicy, Rotate
+from services.scheduler.domain.plans import Deferred, Load, Parting, PoolView, ResidencyPolicy, Rotate
 from services.scheduler.domain.pressure import LastUses
 from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, instance_key
 from services.scheduler.domain.sites import Rooms, Site, is_held, retry_at_ms, sites, strangers
@@ -28,6 +28,7 @@ class Ground:
     closed: dict[InstanceKey, VersionKey] = field(default_factory=dict)  # instance → who gets its memory
     loads: list[Load] = field(default_factory=list)
     rotations: list[Rotate] = field(default_factory=list)
+    partings: list[Parting] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     busy: list[Deferred] = field(default_factory=list)
     promised: set[InstanceKey] = field(default_factory=set)  # to older demands, when they have had their time

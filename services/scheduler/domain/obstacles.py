@@ -5,7 +5,7 @@ from services.scheduler.domain.plans import PoolView, Wait
 from services.scheduler.domain.sites import could_ever_hold, is_held, leaves, retry_at_ms, serves
 
 NO_NODE = "no healthy node may load it now"
-HELD_APART = "its nodes hold it for others, one of whom has its devices alone; it needs another node"
+HELD_APART = "it is on its way to its nodes for others, and one of them has its devices alone"
 
 
 def devices_needed(spec: VersionSpec) -> str:

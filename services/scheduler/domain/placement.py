@@ -23,6 +23,7 @@ from services.scheduler.domain.obstacles import why_nowhere
 from services.scheduler.domain.plans import (
     Deferred,
     Load,
+    Parting,
     Plan,
     PoolView,
     Reopen,
@@ -89,7 +90,14 @@ class _Planner(Ground):
             for version in sorted(self.view.specs):
                 self._serve_prompts(self.view.specs[version])
         reopen += [Reopen(key) for key, purpose in self.given_up.items() if self.closed.get(key) != purpose]
-        return Plan(tuple(reopen), tuple(self.loads), tuple(self.rotations), tuple(self.deferred), tuple(self.busy))
+        return Plan(
+            tuple(reopen),
+            tuple(self.loads),
+            tuple(self.rotations),
+            tuple(self.deferred),
+            tuple(self.busy),
+            tuple(self.partings),
+        )
 
     # -- what was closed --------------------------------------------------------------------------------------------
 
@@ -142,7 +150,8 @@ class _Planner(Ground):
         if spec is None:
             return self._wait(version, Wait.UNKNOWN, "the catalogue does not have it any more")
         nodes, held = self.candidates.of(spec), self.candidates.held_by_others(spec)
-        if not nodes and not held:
+        apart = self.candidates.apart(spec)
+        if not nodes and not held and not apart:
             return self._wait(version, *why_nowhere(self.view, spec, self.now_ms))
         groups = list(near_first(self.view, spec, nodes))
         if (
@@ -150,6 +159,7 @@ class _Planner(Ground):
             or any(self._load_free(spec, group, "demand") for group in groups)
             or self._change_hands(spec, held)
             or any(self._load_evicting(spec, group, "demand") for group in groups)
+            or self._part(spec, apart, patient=self.now_ms - self.oldest[version] < self.policy.patience_ms)
         ):
             return None
         if self.now_ms - self.oldest[version] < self.policy.patience_ms:
@@ -184,6 +194,21 @@ class _Planner(Ground):
                 return True
             if ours or self.is_idle(node, found):
                 self._load(spec, site, [found], "demand")
+                return True
+        return False
+
+    def _part(self, spec: VersionSpec, apart: Sequence[Held], *, patient: bool) -> bool:
+        """Have the same version leave where it stands for somebody else and cannot change hands: it is idle, has had
+        its time, or was closed for this before."""
+        for node, found in apart:
+            victim = _victim(node, found)
+            ours = self.closed.get(victim.instance) == spec.version
+            ripe = not patient and self.may_leave(node, found) and self.over_ms(found) <= self.now_ms
+            if ours or ripe or self.is_idle(node, found):
+                self.partings.append(Parting(victim, node.node_id, spec.version))
+                self.closed[victim.instance] = spec.version
+                self.idle.pop(node.node_id, None)
+                self._wait(spec.version, Wait.DRAINING, "it leaves where it stands for others, and loads anew")
                 return True
         return False
 

@@ -125,6 +125,15 @@ class Rotate:
 
 
 @dataclass(frozen=True, slots=True)
+class Parting:
+    """Close an instance and unload it: it stands for others, and its version is to stand for `purpose` elsewhere."""
+
+    victim: Victim
+    node_id: NodeId
+    purpose: VersionKey
+
+
+@dataclass(frozen=True, slots=True)
 class Reopen:
     """Open an instance again: whoever wanted its memory wants it no longer."""
 
@@ -149,3 +158,4 @@ class Plan:
     rotations: tuple[Rotate, ...] = ()
     deferred: tuple[Deferred, ...] = ()  # wait for a load, or for room for one
     busy: tuple[Deferred, ...] = ()  # wait for a slot
+    partings: tuple[Parting, ...] = ()

@@ -24,7 +24,7 @@ from services.scheduler.domain.nodes import (
     VersionSpec,
 )
 from services.scheduler.domain.plans import Load, PoolView
-from services.scheduler.domain.records import PREFILL_STAGE, LoadClaim, PoolState, VersionKey, owner_of
+from services.scheduler.domain.records import PREFILL_STAGE, LoadClaim, PoolState, VersionKey, base_of, owner_of
 
 ON_DEVICE = frozenset({Residence.READY, *ARRIVING, *LEAVING})
 COMBINATIONS_MOST = 70  # 4 of 8: beyond it only neighbours in order of free memory are looked at
@@ -159,6 +159,8 @@ def sited(view: PoolView, load: Load, now_ms: int) -> Load | None:
     For loads that were planned by a node's bytes in all. Nodes that tell no devices take it as it is."""
     node = next((each for each in view.nodes if each.node_id == load.node_id), None)
     spec = view.specs.get(load.version)
+    if node is not None and (is_held(node, load.version) or load.node_id in claimed_nodes(view, load.version, now_ms)):
+        return None  # for whomever: a node holds a version once
     if node is None or spec is None or not node.devices:
         return load
     if not serves(node, load.version):
@@ -189,6 +191,14 @@ def is_held(node: NodeView, version: VersionKey) -> bool:
     """Whether a version is on a node's devices, or on its way there, for whomever."""
     found = node.find_any(version)
     return found is not None and (found.residence is Residence.READY or found.residence in ARRIVING)
+
+
+def claimed_nodes(view: PoolView, version: VersionKey, now_ms: int) -> set[NodeId]:
+    """Where a load of a version has begun, for whomever. O(loads)."""
+    base = base_of(version)
+    return {
+        claim.node_id for other, claim in view.state.loads.items() if claim.until_ms > now_ms and base_of(other) == base
+    }
 
 
 def leaves(node: NodeView, version: VersionKey) -> bool:

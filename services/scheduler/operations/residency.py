@@ -39,6 +39,7 @@ from services.scheduler.domain.viability import BackingOff, is_served, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.load_outcomes import LOAD_TRIES, VictimsStay, failure_note, outcome
+from services.scheduler.operations.partings import Partings
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.waits import WaitBook
 from services.scheduler.ports import AuditTrail, Instruments, LoaderFleet, SchedulingStore
@@ -91,6 +92,7 @@ class Residency:
         self._foresight = foresight
         self._audit = audit
         self._waits = waits
+        self._partings = Partings(store, pools, loaders, dispatcher, clock)
         self._owner = owner
         self._policy = policy
         self._load_deadline_ms = load_deadline_ms
@@ -117,6 +119,7 @@ class Residency:
             await self._store.clear_drain(pool, reopened.instance, now_ms)
         for rotation in decided.rotations:
             await self._rotate(pool, rotation)
+        await self._partings.go_on(pool, decided.partings)
         if decided.reopen:
             self._dispatcher.wake(pool)
             return True
@@ -165,6 +168,7 @@ class Residency:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._partings.stop()
 
     async def _rotate(self, pool: PoolName, rotation: Rotate) -> None:
         await self._drain(pool, rotation.victim.instance, rotation.victim.version, rotation.purpose, rotate=True)

@@ -201,7 +201,9 @@ class FakeNode:
             self.unloading[name] = self.ready.pop(name, self.unloading.get(name, 0))
             await self.announce()
             raise DeadlinePassed("it is still unloading")
-        if self.ready.pop(name, None) is not None:
+        if name in self.ready:
+            assert request.reason == "broken" or not self.now_running[name], f"invariant 8: {name} is in use"
+            del self.ready[name]
             self.unloads.append(name)
             await self.announce()
 
