@@ -101,9 +101,9 @@ class SchedulerGateway(Protocol):
     """The scheduler, over the bus."""
 
     async def submit(self, request: scheduling_pb2.SubmitRequest, *, timeout_ms: int) -> scheduling_pb2.SubmitReply:
-        """Queue a request. Idempotent by (request_id, attempt). Raises Unavailable, also when no replica answers in time.
+        """Queue a request. Idempotent by (request_id, attempt). Raises Unavailable, also when none answers in time.
 
-        One that is frozen takes its share of the submits until the bus drops it."""
+        A frozen replica takes its share of the submits until the bus drops it."""
         ...
 
     async def cancel(self, cancel: scheduling_pb2.Cancel) -> None:
