@@ -76,8 +76,9 @@ def far(tmp_path: Path, nats_url: str, transport: str) -> Iterator[Node]:
 
 
 @pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[NatsBus]:
-    """The bus, to speak for the loaders."""
+async def bus(nats_url: str, near: Node, far: Node) -> AsyncIterator[NatsBus]:
+    """The bus, to speak for the loaders; dialled when the nodes are up, because while they start nothing answers its
+    server's pings."""
     bus = await NatsBus.connect(nats_url, name="test")
     yield bus
     await bus.close()
@@ -110,7 +111,7 @@ async def test_who_has_what_is_known_from_the_bus_and_mended_after_a_restart(
 ) -> None:
     """`far` stored 5 blocks before `near` knew it: a snapshot tells. Then 3 more: an event tells. Then `far` is killed
     and starts empty: `near` forgets what it knew."""
-    store(far.engine, ONE, keys(ONE, 5), blocks(5))
+    await asyncio.to_thread(store, far.engine, ONE, keys(ONE, 5), blocks(5))
     state = far.kvstore.state().SerializeToString()
 
     async def known(count: int) -> None:
@@ -126,8 +127,8 @@ async def test_who_has_what_is_known_from_the_bus_and_mended_after_a_restart(
     assert len(near.found(BlockSpace(ONE), keys(ONE, 5))) == 5
     store(far.engine, TWO, keys(TWO, 3), blocks(3))
     await known(8)
-    far.kvstore.kill()
-    far.kvstore.start()
+    await asyncio.to_thread(far.kvstore.kill)
+    await asyncio.to_thread(far.kvstore.start)
     await known(0)
 
 
