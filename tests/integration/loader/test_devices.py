@@ -69,6 +69,12 @@ async def test_a_gang_is_held_to_its_devices_and_found_there(
         await loader.unload(single)
 
 
+def remembered(loader: LoaderProcess) -> str:
+    """What the loader keeps for the next one, if it wrote it."""
+    path = loader.cache / "node.json"
+    return path.read_text() if path.exists() else ""
+
+
 async def visible_gpus(triton: TritonServer, state: loading_pb2.NodeState, model: str) -> str:
     """What the environment of a model's process says."""
     name = next(each.triton_model_name for each in state.instances if each.version.model == model)
@@ -78,6 +84,26 @@ async def visible_gpus(triton: TritonServer, state: loading_pb2.NodeState, model
     environment = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
     pairs = dict(pair.split("=", 1) for pair in environment.decode().split("\0") if "=" in pair)
     return pairs["CUDA_VISIBLE_DEVICES"]
+
+
+async def test_a_measured_size_outlives_the_loader(loader: LoaderProcess, redis_url: str, tmp_path: Path) -> None:
+    """Undeclared, a model is reckoned by its files (kilobytes) until its process was measured (megabytes); a killed
+    loader's next process adopts it with that size."""
+    model = model_record("m", knob_model(tmp_path / "m"), device_bytes=0)
+    await put_catalogue(redis_url, [model])
+    loader.extra = {"DEVICE_BYTES": str(2**30)}
+    async with loader:
+        await loader.load(model)
+        state = await loader.wait_for(lambda state: device(state)[0] > 2**20, within_s=30)
+        measured = device(state)
+        async with asyncio.timeout(30):
+            while str(measured[0]) not in remembered(loader):  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.1)
+        await loader.kill()
+        await loader.start()
+        state = await loader.wait_for(lambda state: is_ready(state, model), within_s=30)
+        assert device(state) == measured
+        await loader.unload(model)
 
 
 @pytest.mark.timeout(240)
