@@ -1,9 +1,7 @@
 """What long prompts and loads do to running streams: two nodes that do everything, against one for prompts and one that
-decodes. `python -m benchmarks disaggregation [--no-mesh] [--seconds 20]`
+decodes. `python -m benchmarks disaggregation [--no-mesh] [--seconds 12]`
 
-On the real mesh (reference engine, CPU): two streams decode; then long prompts arrive beside them; then a cold model is
-loaded beside them. Inter-token latency is taken at the client from the gaps between pieces. On a machine with few cores
-the node of prompts takes the decode node's cores, which no split can help; the simulation has no such ties.
+The real meshes (reference engine, CPU) are `benchmarks.split_mesh`, what decode waits for is `benchmarks.handover`.
 
 In the simulation production code decides (`FairQueue.take` with its seats), an engine is a loop of steps: one token for
 each running stream and at most a chunk of prompts. Costs of an 8-billion-parameter model in 16 bit on an 80 GB card,
@@ -12,24 +10,16 @@ all guesses from its figures: a step reads 16 GB at 2 TB/s and has 2 ms of overh
 """
 
 import argparse
-import asyncio
-import json
 import random
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import yaml
 
 from benchmarks.handover import handed_over
-from benchmarks.mesh import BenchmarkMesh, benchmark_mesh
 from benchmarks.report import Figure, Goal, Report
+from benchmarks.split_mesh import SPLIT_MOST, on_meshes
 from benchmarks.streams import quantile
-from deploy.local.parts import ClusterOptions, Profile
 from roundhouse.vocabulary import NodeId, Outcome, PriorityClass, TenantId
 from services.scheduler.domain.fair_queue import FairQueue
 from services.scheduler.domain.records import (
@@ -45,7 +35,6 @@ from services.scheduler.domain.records import (
     instance_key,
     version_key,
 )
-from tests.builders.checkpoints import random_checkpoint
 
 NAME = "disaggregation"
 DESCRIPTION = "inter-token latency of running streams beside long prompts and loads: mixed against split nodes"
@@ -53,9 +42,7 @@ DESCRIPTION = "inter-token latency of running streams beside long prompts and lo
 STEP_MS, TOKEN_MS, CHUNK, TRANSFER_US, HANDOFF_US = 10.0, 0.1, 512, 5, 10_000
 STREAMS, PROMPT, PROMPTS_PER_S, ANSWER, SIMULATED_MS = 16, 4_000, 1.0, 200, 120_000
 IMPORT_STEPS_MS = 0.5  # a step while blocks come in: copies beside the compute
-SPLIT_MOST = 1.2
 VERSION = version_key("m", "sha256:1")
-TENANT = "bench"
 
 
 @dataclass(slots=True)
@@ -208,129 +195,11 @@ def simulated(figures: dict[str, Figure], goals: list[Goal]) -> None:
     )
 
 
-# -- on the mesh ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Gaps:
-    """Gaps between the pieces of all streams of a phase, ms."""
-
-    values: list[float] = field(default_factory=list)
-
-
-def _catalogue(root: Path) -> Path:
-    shape: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "layers": 4,
-        "heads": 8,
-        "kv_heads": 4,
-        "context_tokens": 2048,
-    }
-    models = [
-        {
-            "name": name,
-            "source": {"path": str(random_checkpoint(root / name, number, **shape))},
-            "engine": "reference",
-            "interface": "llm",
-            "slots": 8,
-            "memory": {"device": "24MiB", "kv_pool_tokens": 12_000},
-            "price": {"id": "bench", "output": "1"},
-        }
-        for number, name in enumerate(("llm", "cold"))
-    ]
-    path = root / "catalogue.yaml"
-    path.write_text(yaml.safe_dump({"version": 1, "tenants": [{"name": TENANT}], "models": models}, sort_keys=False))
-    return path
-
-
-class Client:
-    """Streams with the times of their pieces."""
-
-    def __init__(self, session: aiohttp.ClientSession, mesh: BenchmarkMesh) -> None:
-        self._session = session
-        self._url = f"{mesh.http_url}/v1/chat/completions"
-        self._headers = {"Authorization": f"Bearer {mesh.keys[TENANT]}", "Content-Type": "application/json"}
-
-    async def stream(self, model: str, words: int, max_tokens: int, gaps: Gaps | None = None) -> None:
-        """One request; its gaps are added to `gaps`. Raises AssertionError if it fails."""
-        text = f"{random.random()} " + "railway " * words  # no two prompts share blocks
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": text}],
-            "stream": True,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        last: float | None = None
-        async with self._session.post(self._url, data=json.dumps(body), headers=self._headers) as response:
-            assert response.status == 200, f"{response.status}: {(await response.text())[:300]}"
-            async for line in response.content:
-                if line.startswith(b'data: {"') and b'"content":"' in line:
-                    now = time.perf_counter()
-                    if last is not None and gaps is not None:
-                        gaps.values.append((now - last) * 1000)
-                    last = now
-
-
-async def _phase(client: Client, seconds: float, beside: Callable[[], Awaitable[None]] | None) -> Gaps:
-    """Two streams one after the other all the time, and something beside them."""
-    gaps, stop = Gaps(), time.perf_counter() + seconds
-
-    async def streams() -> None:
-        while time.perf_counter() < stop:
-            await client.stream("llm", 4, 400, gaps)
-
-    async def other() -> None:
-        while beside is not None and time.perf_counter() < stop:
-            await beside()
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(2):
-            tasks.create_task(streams())
-        tasks.create_task(other())
-    return gaps
-
-
-async def _on_mesh(catalogue: Path, profile: Profile, seconds: float, figures: dict[str, Figure]) -> dict[str, float]:
-    options = ClusterOptions(
-        nodes=2, http_port=0, grpc_port=0, admin_port=0, cluster="bench", log_level="warning", profile=profile
-    )
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with benchmark_mesh(options, catalogue) as mesh, aiohttp.ClientSession(timeout=timeout) as session:
-        client = Client(session, mesh)
-        await asyncio.gather(*(client.stream("llm", 150, 8) for _ in range(4)))
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not await _everywhere(mesh):  # both nodes take part
-            await client.stream("llm", 150, 8)
-
-        async def prompts() -> None:
-            await client.stream("llm", 150, 2)
-
-        async def loads() -> None:
-            await client.stream("cold", 1, 1)
-            await mesh.admin.unload("cold")
-
-        found: dict[str, float] = {}
-        for name, beside in (("quiet", None), ("prompts", prompts), ("loads", loads)):
-            gaps = await _phase(client, seconds, beside)
-            for share, label in ((0.5, "p50"), (0.99, "p99")):
-                figures[f"mesh_{profile.value}_{name}_itl_{label}_ms"] = round(quantile(gaps.values, share), 2)
-            found[name] = quantile(gaps.values, 0.99)
-        return found
-
-
-async def _everywhere(mesh: BenchmarkMesh) -> bool:
-    nodes = await mesh.admin.nodes()
-    return all(any((each["model"], each["state"]) == ("llm", "ready") for each in node["instances"]) for node in nodes)
-
-
 def run(arguments: Sequence[str]) -> Report:
     """The simulation, the hand-over, then both meshes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks disaggregation", description=DESCRIPTION)
     parser.add_argument("--no-mesh", action="store_true", help="only the simulation")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase on the mesh (default 20)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each phase on the mesh (default 12)")
     options = parser.parse_args(arguments)
     figures: dict[str, Figure] = {}
     goals: list[Goal] = []
@@ -338,10 +207,5 @@ def run(arguments: Sequence[str]) -> Report:
     handed_over(figures, goals)
     if not options.no_mesh:
         with tempfile.TemporaryDirectory(prefix="rh-split-") as folder:
-            catalogue = _catalogue(Path(folder))
-            for profile in (Profile.MIXED, Profile.DISAGGREGATED):
-                found = asyncio.run(_on_mesh(catalogue, profile, options.seconds, figures))
-            for name in ("prompts", "loads"):
-                what = f"mesh: inter-token p99 beside {name}, split / split without"
-                goals.append(Goal.at_most(what, SPLIT_MOST, found[name] / found["quiet"]))
+            on_meshes(Path(folder), options.seconds, figures, goals)
     return Report(NAME, figures, {}, goals)

@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "kv_heads": 8,
     "context_tokens": 2048,
 }
-PROMPT, PROMPTS = 1_500, 4
+PROMPT, PROMPTS = 1_500, 3
 SALT, DIGEST = tenant_salt("bench", "one"), "ab" * 32
 SAMPLING = json.dumps({"temperature": 0, "max_tokens": 2, "ignore_eos": True})
 HALF = 0.5  # goal: at least half of the wait is gone

@@ -71,7 +71,7 @@ def opened(
 
 def _events(response: httpx.Response, stream: Stream) -> Iterator[dict[str, Any]]:
     try:
-        for line in response.iter_lines():
+        for line in _lines(response):
             if line == "data: [DONE]":
                 stream.done = True
             elif line.startswith("data: "):
@@ -80,6 +80,16 @@ def _events(response: httpx.Response, stream: Stream) -> Iterator[dict[str, Any]
                 yield event
     except httpx.HTTPError as error:
         stream.broken = f"{type(error).__name__}: {error}"
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """Lines of an event stream, which end with a newline only: httpx's own also end at U+0085 and U+2028, which random
+    models say."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def streamed(

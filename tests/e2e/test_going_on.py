@@ -1,8 +1,10 @@
 """Streams that go on elsewhere: over the death of their node, and from the node of prompts to the one that decodes."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -34,8 +36,12 @@ def test_a_stream_outlives_the_death_of_its_node(mesh: Mesh, sampling: dict[str,
     whole = told(mesh, "tiny-1", **sampling)
     assert (whole.done, whole.completion_tokens) == (True, TOKENS)
     node = str(ledger_rows(mesh, "acme", {whole.request_id})[whole.request_id]["node"])
-    cut = told(mesh, "tiny-1", lambda: mesh.crash(node.replace("node", "triton")), **sampling)
-    mesh.wait_ready()
+    for _ in range(5):  # on a busy machine the third event may be read when the last token has been made
+        cut = told(mesh, "tiny-1", partial(mesh.crash, node.replace("node", "triton")), **sampling)
+        mesh.wait_ready()
+        if len(attempts(mesh, cut.request_id)) > 1:
+            break
+        node = str(ledger_rows(mesh, "acme", {cut.request_id})[cut.request_id]["node"])
     assert (cut.errors, cut.done, cut.finish_reasons) == ([], True, ["length"])
     assert cut.text == whole.text
     assert cut.completion_tokens == TOKENS
@@ -166,3 +172,37 @@ def test_a_long_prompt_runs_on_one_node_and_decodes_on_the_other(split: Mesh) ->
 def _long(what: str) -> dict[str, Any]:
     content = f"the {what} of the world " * 25
     return {"ignore_eos": True, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize("part", ["triton-1", "kvstore-1", "triton-2", "kvstore-2"])
+def test_whichever_part_of_a_hand_over_is_killed_the_text_is_the_same(split: Mesh, part: str) -> None:
+    """A prompt that is handed over beside three streams: engine or blocks of either node are killed 50 ms after it was
+    sent, wherever it is then. It is run again within its attempts; text and bill are those of one request."""
+    streamed(split, "thinker", max_tokens=1, act=nothing, body=_long("warm"))
+    wait_until(lambda: None if holders(split, "thinker") == {"node-1", "node-2"} else "not on both nodes", within_s=60)
+    body = _long(f"signals of {part}")
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(opened(split, "thinker", max_tokens=600, body={"ignore_eos": True})) for _ in range(3)
+        ]
+        for _, events in running:
+            next(events)
+        timer = threading.Timer(0.05, split.crash, (part,))
+        timer.start()
+        cut = streamed(split, "thinker", max_tokens=40, act=nothing, body=body)
+        timer.join()
+        assert [(sum(1 for _ in events) > 0, stream.errors, stream.broken) for stream, events in running] == [
+            (True, [], "")
+        ] * 3, split.log("gateway")[-4_000:]
+    split.wait_ready(60)
+    assert (cut.done, cut.errors, cut.completion_tokens) == (True, [], 40)
+    rows = attempts(split, cut.request_id)
+    assert sum(row["output_tokens"] for row in rows) == 40
+    assert sum(1 for row in rows if row["input_tokens"]) == 1
+    assert streamed(split, "thinker", max_tokens=40, act=nothing, body=body).text == cut.text
+    for node in ("kvstore-1", "kvstore-2"):
+        wait_until(partial(_held_at, split, node), within_s=30)
+
+
+def _held_at(mesh: Mesh, kvstore: str) -> str | None:
+    return "blocks are held" if metric(mesh, kvstore, "roundhouse_kv_holds") else None

@@ -35,6 +35,7 @@ from services.scheduler.ports import Instruments, SchedulingStore
 
 PAUSE_MS = 50
 _WHOSE = {"": "", "k:": " of this key", "m:": " for this model"}
+RETURN_MS = 60_000  # a guess: a Triton that died is back with its models in less
 RETRY_SOON_MS = 1_000  # a guess: catalogue and node states arrive within a second
 
 
@@ -83,6 +84,12 @@ class Submission:
         match viability(view, outlook.spec, self._clock.now_ms()):
             case TooBig(_, reason):
                 return _refused(wire.Refused.REASON_NEVER_FITS, f"the model can never be loaded: {reason}")
+            case NoNode() if request.attempt > 1:
+                # It was accepted before and may be a stream in the middle: its node, or another, may be back in time.
+                patient = wire.SubmitRequest()
+                patient.CopyFrom(request)
+                patient.deadline_unix_ms = min(request.deadline_unix_ms, self._clock.now_ms() + RETURN_MS)
+                return await self._queue(patient, model, outlook, 0)
             case NoNode():
                 message = "no healthy node serves the model"
                 refused = _refused(wire.Refused.REASON_UNAVAILABLE, message, RETRY_SOON_MS)

@@ -63,6 +63,7 @@ class FakeNode:
     stuck: set[str] = field(default_factory=set)  # models whose unload is never confirmed
     unloading: dict[str, int] = field(default_factory=dict)
     silent: bool = False
+    accepting: bool = True
     ready: dict[str, int] = field(default_factory=dict)  # model → since
     loading: dict[str, int] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
@@ -93,7 +94,7 @@ class FakeNode:
             pool=self.pool,
             role=self.role,
             kvstore_address=f"{self.node_id}:kv",
-            accepting=True,
+            accepting=self.accepting,
             triton_grpc_address=f"{self.node_id}:8001",
             loader_address=self.address or self.node_id,
         )

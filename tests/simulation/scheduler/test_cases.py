@@ -254,6 +254,36 @@ def test_a_silent_node_gets_no_new_work_within_two_seconds() -> None:
     simulate(story)
 
 
+def test_a_request_whose_only_node_died_waits_for_it_and_a_new_one_is_refused() -> None:
+    """Case B29 on one node: its Triton is away and its loader says so. The second attempt of a request that ran there
+    waits, and runs when the node accepts work again; a request that was never accepted is refused at once."""
+
+    async def story(world: World) -> None:
+        m = model("m")
+        world.offer(m)
+        node, gateway = await world.node(), await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        await gateway.submit(gateway.ask("a", m))
+        await asyncio.sleep(3)
+        node.accepting = False
+        await asyncio.sleep(1.1)
+        again = gateway.ask("a", m, attempt=2)
+        reply = await gateway.submit(again)
+        assert reply is not None
+        assert reply.WhichOneof("result") == "accepted"
+        refused = await gateway.submit(gateway.ask("new", m))
+        assert refused is not None
+        assert refused.refused.reason == wire.Refused.REASON_UNAVAILABLE
+        await asyncio.sleep(5)
+        assert again.endings == []
+        node.accepting = True
+        await asyncio.sleep(5)
+        assert again.endings == ["done"]
+
+    simulate(story)
+
+
 def test_fifty_callers_that_leave_lower_what_they_raised() -> None:
     """B46: the slot is busy; fifty queue and leave, twice. The depth is fifty, then zero within 2 s, and the gauge says
     so too; afterwards a new request runs at once."""

@@ -269,7 +269,8 @@ def test_a_cold_model_with_a_fallback_is_not_waited_for() -> None:
 
 def test_long_prompts_are_handed_over_and_loads_for_prompts_block_no_decode_slot() -> None:
     """Nodes of role prefill and decode: while the prompt's instance loads (10 s), requests run whole on the decode
-    node; afterwards a long prompt has both places, a short one stays; both slots are free at the end."""
+    node; afterwards a long prompt has both places, a short one stays; both slots are free at the end. Once hand-overs
+    are measured to take longer than the prompt, the long one stays too."""
 
     async def story(world: World) -> None:
         m = model("m", slots=4)
@@ -287,7 +288,7 @@ def test_long_prompts_are_handed_over_and_loads_for_prompts_block_no_decode_slot
         await asyncio.sleep(10)
         assert slow.ready
         # On d a token took 3,200 ms / 3,200 = 1 ms. What stands on p is taken to be as fast until it was measured: here
-        # 20 times faster, so a prompt of 3,200 tokens is at d in 160 ms + 10 ms + 42 ms of blocks.
+        # 20 times faster, so a prompt of 3,200 tokens is at d in 160 ms + 10 ms.
         version = version_key("m", m.digest)
         speeds = world.replicas[0].replica.pools.speeds
         speeds.learn(FirstToken(instance_key(NodeId("p"), version), version, 3_200, 160))
@@ -297,6 +298,11 @@ def test_long_prompts_are_handed_over_and_loads_for_prompts_block_no_decode_slot
         assert [each.node_id for each in long.grant.placements] == ["p", "d"]
         assert short.grant is not None
         assert [each.node_id for each in short.grant.placements] == ["d"]
+        speeds.learn_handoff(version, 60_000)
+        stays = gateway.ask("stays", m, input_tokens=3_200)
+        await served(gateway, stays, within_s=4)
+        assert stays.grant is not None
+        assert [each.node_id for each in stays.grant.placements] == ["d"]
         assert (await world.store.snapshot(POOL, world.clock.now_ms())).in_use == {}
 
     simulate(story)
