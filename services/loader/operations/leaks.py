@@ -78,7 +78,13 @@ class LeakWatch:
         if self._first is None or self._first.pid != now.pid:
             self._first = now
             self._told.clear()
-        return max(0, now.bytes_beside_models - self._first.bytes_beside_models)
+        grown = now.bytes_beside_models - self._first.bytes_beside_models
+        return max(0, grown - self._inside())
+
+    def _inside(self) -> int:
+        """Bytes of models that run in Triton's own process, as they are reckoned: they are not beside it."""
+        inside = (home for home in self._node.residences.values() if not home.had_process)
+        return sum(self._node.device.held_by(home.instance.version).resident for home in inside)
 
     def _look_at_device(self, index: int, used: int) -> int:
         excess = used - self._node.device.models_on(index)

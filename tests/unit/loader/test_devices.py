@@ -260,8 +260,10 @@ async def test_a_triton_that_leaks_is_ended_when_nothing_stands_on_it(node: Smal
     """Told once when it has grown by more than the bound since the first look, and ended after the last model left.
     The next process is measured from its own beginning."""
     node.processes.beside = ServerMemory(5, 300)
+    node.processes.pids = {triton_model_name(version_of(A)): [7]}
     await node.leaks.turn()
     await node.load(A)
+    await asyncio.sleep(0.1)
     node.processes.beside = ServerMemory(5, 300 + LEAK_BYTES)
     await node.leaks.turn()
     assert node.audit.notes[-1].what == "load"
@@ -281,6 +283,22 @@ async def test_a_triton_that_leaks_is_ended_when_nothing_stands_on_it(node: Smal
     await node.leaks.turn()
     assert node.processes.ended == [5]
     assert node.node.accepting
+
+
+@on_a_small_node(BIG, B, device_bytes=4_000 * MB)
+async def test_a_model_in_tritons_own_process_is_no_leak(node: SmallNode) -> None:
+    """Triton grows by the 1,000 MB that BIG was reckoned with and by 60 bytes: within the bound. B runs in a process of
+    its own, which is not counted in the first place."""
+    node.processes.beside = ServerMemory(5, 300)
+    await node.leaks.turn()
+    node.processes.pids = {triton_model_name(version_of(B)): [7]}
+    await node.load(BIG)
+    await node.load(B)
+    await asyncio.sleep(0.1)
+    node.processes.beside = ServerMemory(5, 300 + 1_000 * MB + 60)
+    await node.leaks.turn()
+    assert node.measurements.grown == {"server": 60}
+    assert "leak" not in [note.what for note in node.audit.notes]
 
 
 @on_a_small_node(A, devices=GPUS[:1])
