@@ -44,6 +44,9 @@ SHARDS = 4  # as many as a small checkpoint has
 MEGABYTE = 1_000_000
 TENSOR_BYTES = 4 * 1024 * 1024
 AT_ONCE = (1, 4)
+RANDOM_TENSORS = 16  # 64 MiB: more than a processor's cache
+LARGE_MEGABYTES = 2_000  # from here on one measurement is long enough
+SPARE_BYTES = 2_000_000_000
 GOAL_OF_DISK, GOAL_OF_MEMORY = 0.9, 0.8
 GOAL_OF_RIVALS = 1.1
 GOAL_CPU_SHARE = 1 / 3
@@ -53,8 +56,10 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared 
 def run(arguments: Sequence[str]) -> Report:
     """Medians over the rounds, for each size."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks staging")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 512], help="sizes of a model (default 64 512)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (default 3)")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", default=[64, 512, 4_000], help="sizes of a model (default 64 512 4000)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (default 3; large models 1)")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: the system's)")
     parser.add_argument("--memory", type=Path, default=SHARED_MEMORY, help="a memory file system (default /dev/shm)")
     parser.add_argument("--streamer-python", type=Path, default=None, help="interpreter with runai-model-streamer")
@@ -67,12 +72,39 @@ def run(arguments: Sequence[str]) -> Report:
             tempfile.TemporaryDirectory(dir=options.folder) as disk,
             tempfile.TemporaryDirectory(dir=options.memory) as memory,
         ):
-            bench = _Bench(Path(disk), Path(memory), megabytes, options.rounds)
+            together = [count for count in AT_ONCE if not (reason := what_lacks(megabytes, count, Path(disk), memory))]
+            if reason:
+                figures[f"{megabytes}MB_x{AT_ONCE[-1]}_skipped"] = reason
+            if not together:
+                continue
+            rounds = 1 if megabytes >= LARGE_MEGABYTES else options.rounds
+            bench = _Bench(Path(disk), Path(memory), megabytes, rounds, together)
             bench.measure(options.streamer_python)
             figures.update(bench.figures)
             limits.update(bench.limits)
             goals += bench.goals
     return Report(NAME, figures, limits, goals)
+
+
+def what_lacks(megabytes: int, together: int, disk: Path, memory: str | Path) -> str:
+    """Why so many models of that size cannot be measured here; empty = they can.
+
+    On disk they lie once, and one of them a second time in the cache; in memory they lie in the arena, and one of them
+    a second time as a copy. Two gigabytes of each are left to others."""
+    size = megabytes * MEGABYTE
+    needs, left = (together + 1) * size + SPARE_BYTES, shutil.disk_usage(disk).free
+    if needs > left:
+        return f"{needs / 1e9:.1f} GB of disk are needed, {left / 1e9:.1f} GB are free"
+    left = min(_memory_available(), shutil.disk_usage(memory).free)
+    if needs > left:
+        return f"{needs / 1e9:.1f} GB of memory are needed, {left / 1e9:.1f} GB are available"
+    return ""
+
+
+def _memory_available() -> int:
+    """What the kernel would give without swapping (`MemAvailable`, proc(5))."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +114,25 @@ class _Took:
 
 
 class _Bench:
-    """One size: `AT_ONCE[-1]` models of it on disk, an arena for all of them."""
+    """One size: as many models of it on disk as are read at once, an arena for all of them."""
 
-    def __init__(self, disk: Path, memory: Path, megabytes: int, rounds: int) -> None:
+    def __init__(self, disk: Path, memory: Path, megabytes: int, rounds: int, together: Sequence[int]) -> None:
         self.figures: dict[str, float | int | str] = {}
         self.limits: dict[str, float | int | str] = {}
         self.goals: list[Goal] = []
         self._label = f"{megabytes}MB"
         self._rounds = rounds
+        self._together = together
         self._disk = disk
         self._memory = memory
-        self._models = [_make(disk / f"model-{number}", megabytes) for number in range(AT_ONCE[-1])]
+        self._models = [_make(disk / f"model-{number}", megabytes) for number in range(together[-1])]
         self._size = sum(path.stat().st_size for path in self._models[0])
         source = self._models[0][0].parent
         self._digest = version_digest(source)
         self._files = tuple(
             ContentFile(name=each.name, size=each.size, sha256=each.sha256.hex()) for each in version_entries(source)
         )
-        self._arena = SharedArena(memory / "arena", AT_ONCE[-1] * (self._size + SHARDS * PAGE_BYTES))
+        self._arena = SharedArena(memory / "arena", together[-1] * (self._size + SHARDS * PAGE_BYTES))
 
     def measure(self, streamer: Path | None) -> None:
         """Everything, the limit beside each figure."""
@@ -107,7 +140,7 @@ class _Bench:
         fresh = self._turns({"fresh": lambda: asyncio.run(self._fill(1))}, rounds=1)["fresh"]
         self.figures[f"{self._label}_first_touch_gb_per_second"] = fresh.rate
         asyncio.run(self._arena.fault_in())
-        for together in AT_ONCE:
+        for together in self._together:
             self._to_host(together)
         self._to_engine()
         self._to_disk()
@@ -228,7 +261,7 @@ class _Bench:
         await asyncio.gather(*fills)
 
     def _fillings(self, model: int) -> list[Filling]:
-        begin = model * (self._arena.capacity // AT_ONCE[-1] // PAGE_BYTES) * PAGE_BYTES
+        begin = model * (self._arena.capacity // self._together[-1] // PAGE_BYTES) * PAGE_BYTES
         files = []
         for shard in self._models[model]:
             size = shard.stat().st_size
@@ -269,7 +302,10 @@ class _Bench:
 
 
 def _make(folder: Path, megabytes: int) -> list[Path]:
-    """Shards in the safetensors format, of random content so that no file system makes them smaller."""
+    """Shards in the safetensors format, of random content so that no file system makes them smaller.
+
+    The randomness is that of a few tensors, each with a number of its own before it: gigabytes of it would take longer
+    than what is measured."""
     folder.mkdir()
     tensors = max(1, megabytes * MEGABYTE // SHARDS // TENSOR_BYTES)
     shape = [1024, TENSOR_BYTES // 4096]
@@ -284,12 +320,13 @@ def _make(folder: Path, megabytes: int) -> list[Path]:
         }
     ).encode()
     header += b" " * (-(8 + len(header)) % 64)
+    content = [os.urandom(TENSOR_BYTES) for _ in range(RANDOM_TENSORS)]
     shards = [folder / f"model-{number}.safetensors" for number in range(SHARDS)]
     for shard in shards:
         with shard.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for _ in range(tensors):
-                file.write(os.urandom(TENSOR_BYTES))
+            for number in range(tensors):
+                file.write(os.urandom(16) + content[number % RANDOM_TENSORS][16:])
             file.flush()
             os.fsync(file.fileno())
     return shards

@@ -123,13 +123,19 @@ def admin_get(mesh: Mesh, path: str, **parameters: str) -> dict[str, Any]:
     return found
 
 
-def ledger_rows(mesh: Mesh, tenant: str, wanted: set[str], *, within_s: float = 15.0) -> dict[str, dict[str, Any]]:
-    """Ledger rows by request id, once all of `wanted` are there. Raises TimeoutError naming the missing ones."""
+def ledger_rows(
+    mesh: Mesh, tenant: str, wanted: set[str], *, within_s: float = 15.0, since_ms: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Ledger rows by request id, once all of `wanted` are there. Raises TimeoutError naming the missing ones.
+
+    Only the first 500 rows since `since_ms` (Unix time) are looked at."""
     deadline = time.monotonic() + within_s
     found: dict[str, dict[str, Any]] = {}
     while time.monotonic() < deadline:
         try:
-            rows = admin_get(mesh, "/usage", tenant=tenant, group_by="request", limit="500")["rows"]
+            rows = admin_get(mesh, "/usage", tenant=tenant, group_by="request", limit="500", **{"from": str(since_ms)})[
+                "rows"
+            ]
         except (httpx.HTTPError, AssertionError):
             rows = []  # the gateway or metering is coming back
         found = {row["request_id"]: row for row in rows}
