@@ -92,7 +92,8 @@ def test_a_bad_version_is_not_noticed_and_a_good_one_takes_over(
 ) -> None:
     """0 failed calls of 200 after either version. A stream begun on version 1 ends on version 1 with all of its tokens,
     also when version 2 takes its place; afterwards the node has version 2, and the bill of a new call names it. (The
-    bad version is published only where there is room for both: in the old one's place it costs one gap, tests/unit/loader.)"""
+    bad version is published only where there is room for both: in the old one's place it costs one gap, which
+    tests/unit/loader has.)"""
     streamed(mesh, "m", max_tokens=4, act=nothing)
     with Callers(mesh) as callers:
         callers.more(20)
