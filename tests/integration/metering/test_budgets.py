@@ -20,6 +20,7 @@ from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import TenantId
 from roundhouse.wire.v1 import events_pb2, usage_pb2
 from services.metering.domain.usage import UsageFacts
+from tests import infra
 from tests.builders.usage import abandoned, priced_catalogue, usage_facts
 from tests.integration.metering.conftest import MeteringProcess, emit, wait_for
 
@@ -122,7 +123,7 @@ async def test_spend_reaches_the_gateways_and_each_alert_comes_once(
     await spent.reaches(14_760)
     await asyncio.sleep(0.5)
     started.end(signal.SIGKILL)
-    await spent.redis.flushall()
+    await asyncio.to_thread(infra.flush_redis, redis_url)
     await declare(redis_url, "0.0123")
     started.start()
     await spent.reaches(14_760)

@@ -58,13 +58,13 @@ async def test_kills_at_random_points_lose_and_double_nothing(metering: Metering
     events = [usage_facts(f"r{n}", tenant_id=f"t{n % 7}") for n in range(EVENTS)]
     for start in range(0, EVENTS, 100):
         metering.start()
-        await asyncio.to_thread(wait_for, metering.ready, within_s=20, what="ready")
+        await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready")
         sending = asyncio.create_task(emit(bus, *events[start : start + 100]))
         await asyncio.sleep(chance.uniform(0, 0.12))  # the point of the crash: sending takes about this long
         metering.end(signal.SIGKILL)
         await sending
     metering.start()
-    await asyncio.to_thread(wait_for, metering.ready, within_s=20, what="ready")
+    await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready")
     await asyncio.to_thread(wait_for, lambda: attempts(metering) == EVENTS, within_s=40, what="all events counted")
     await asyncio.to_thread(wait_for, lambda: published(metering), within_s=20, what="all rows published")
     totals = metering.get("/v1/reconcile")["totals"][0]
@@ -85,7 +85,7 @@ async def test_poison_is_put_aside_and_the_rest_flows(metering: MeteringProcess,
     await emit(bus, usage_facts("evt", output_tokens=999), message_id="changed")
     await bus.publish_durable(subject, encode_event(foreign).SerializeToString(), message_id="foreign")
     await emit(bus, abandoned("gone"), usage_facts("gone"), usage_facts("last"))
-    await asyncio.to_thread(wait_for, metering.ready, within_s=20, what="ready")
+    await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready")
     await asyncio.to_thread(wait_for, lambda: attempts(metering) == 4, within_s=15, what="four attempts")
     await asyncio.to_thread(wait_for, lambda: published(metering), within_s=10, what="all rows published")
     found = metering.get("/v1/reconcile")
@@ -113,7 +113,7 @@ async def test_a_bus_that_restarts_or_comes_back_empty_is_followed(
     metering = MeteringProcess(nats_server.url, redis_url, tmp_path)
     metering.start()
     try:
-        await asyncio.to_thread(wait_for, metering.ready, within_s=20, what="ready")
+        await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready")
         for turn, empty in enumerate((False, True), start=1):
             nats_server.kill()
             await asyncio.to_thread(wait_for, lambda: not metering.ready(), within_s=5, what="not ready")
