@@ -206,6 +206,7 @@ async def _on_mesh(root: Path, profile: Profile, seconds: float, figures: dict[s
                 if profile is Profile.DISAGGREGATED:
                     async with _beside(name, root / "llm", found[name], there):
                         found[f"bare_{name}"] = await _phase(client, seconds, None)
+            figures[f"mesh_{profile.value}_blocks_brought"] = await _blocks_brought(session, mesh)
         finally:
             _pin(os.getpid(), everything)
         for name, phase in found.items():
@@ -213,6 +214,14 @@ async def _on_mesh(root: Path, profile: Profile, seconds: float, figures: dict[s
                 figures[f"mesh_{profile.value}_{name}_itl_{label}_ms"] = round(quantile(phase.gaps_ms, share), 2)
             figures[f"mesh_{profile.value}_{name}_done"] = phase.done
         return found
+
+
+async def _blocks_brought(session: aiohttp.ClientSession, mesh: BenchmarkMesh) -> int:
+    """Blocks that the second node's kvstore has taken from the first one's: how much was handed over."""
+    port = next(part.ops_port for part in mesh.cluster.plan.parts if part.name == "kvstore-2")
+    async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return int(sum(float(line.split()[1]) for line in lines if line.startswith("roundhouse_kv_peer_fetched_total ")))
 
 
 async def _everywhere(mesh: BenchmarkMesh) -> bool:
