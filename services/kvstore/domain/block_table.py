@@ -69,10 +69,10 @@ class BlockTable:
     ) -> Acquired | Missed:
         """Lease the longest stored run of `keys`, a chain from the first block of a prompt, as used now. O(run)."""
         outcome = self.lease(salt, keys, holder, now_ms, shared)
-        found = len(outcome.blocks) if isinstance(outcome, Acquired) else 0
-        self._history.looked_up([self._blocks[key] for key in keys[:found]], keys[found:], now_ms)
-        self._hits += found
-        self._misses += len(keys) - found
+        run = self._leases.chain_of(outcome.lease_id) if isinstance(outcome, Acquired) else ()
+        self._history.looked_up(run, keys[len(run) :], now_ms)
+        self._hits += len(run)
+        self._misses += len(keys) - len(run)
         return outcome
 
     def lease(
@@ -326,7 +326,8 @@ class BlockTable:
 
     def _pin(self, block: Block) -> None:
         if block.pins == 0:
-            self._order.discard(block)
+            if block.listed:
+                self._order.discard(block)
             self._units_pinned += block.slot.units
         block.pins += 1
 
@@ -343,8 +344,7 @@ class BlockTable:
         self._units_pinned -= block.slot.units
         if block.condemned:
             self._free(block)
-        else:
-            assert block.stored
+        elif block.key not in self._children:
             self._list(block)
 
     def _list(self, block: Block, *, uncovered: bool = False) -> None:

@@ -54,6 +54,11 @@ class LeaseBook:
         """The lease, if it is still open."""
         return self._leases.get(lease_id)
 
+    def chain_of(self, lease_id: str) -> tuple[Block, ...]:
+        """The blocks that an open lease pins; none if it has ended."""
+        lease = self._leases.get(lease_id)
+        return lease.chain if lease is not None else ()
+
     def close(self, lease_id: str) -> Lease | None:
         """End a lease; None if it has ended before. Idempotent."""
         return self._leases.pop(lease_id, None)

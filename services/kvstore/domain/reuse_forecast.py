@@ -52,13 +52,13 @@ class ReuseForecast:
         self._back = [[0.0] * BINS for _ in range(KINDS)]
         self._density = [[0.0] * BINS for _ in range(KINDS)]
 
-    def began(self, kind: int) -> None:
-        """A block of a kind was used or stored: its next use is awaited."""
-        self._began[kind] += 1
+    def began(self, kind: int, blocks: int = 1) -> None:
+        """Blocks of a kind were used or stored: their next use is awaited."""
+        self._began[kind] += blocks
 
-    def came_back(self, kind: int, age_bin: int) -> None:
-        """It was used again at an age in that bin, whether it was still here or not."""
-        self._back[kind][age_bin] += 1
+    def came_back(self, kind: int, age_bin: int, blocks: int = 1) -> None:
+        """They were used again at an age in that bin, whether they were still here or not."""
+        self._back[kind][age_bin] += blocks
 
     def density(self, kind: int, age_ms: float) -> float:
         """Uses to be had by keeping a block of that kind and age, a millisecond of room."""

@@ -86,14 +86,22 @@ class UseHistory:
         think_ms, since = deepest.think_ms, now_ms - deepest.used_ms
         if since >= ONE_USE_MS:
             think_ms = (think_ms + since) // 2 if think_ms else since
-        before, age_bin = -1, 0
+        used_ms = uses = kind = new_uses = new_kind = -1  # of the run of blocks with the same past: nearly always all
+        age_bin = alike = 0
+        again = False
         for block in chain:
-            age_ms = now_ms - block.used_ms
-            if age_ms >= ONE_USE_MS:
-                if age_ms != before:
-                    before, age_bin = age_ms, bin_of(age_ms)
-                self.forecast.came_back(block.kind, age_bin)
-                block.uses += 1
-                block.think_ms, block.kind = think_ms, kind_of(block.uses, think_ms)
-                self.forecast.began(block.kind)
+            if block.used_ms != used_ms or block.uses != uses or block.kind != kind:
+                self._count(kind, age_bin, new_kind, alike)
+                used_ms, uses, kind, alike = block.used_ms, block.uses, block.kind, 0
+                again = now_ms - used_ms >= ONE_USE_MS
+                age_bin, new_uses, new_kind = bin_of(now_ms - used_ms), uses + 1, kind_of(uses + 1, think_ms)
+            if again:
+                alike += 1
+                block.uses, block.think_ms, block.kind = new_uses, think_ms, new_kind
             block.used_ms = now_ms
+        self._count(kind, age_bin, new_kind, alike)
+
+    def _count(self, kind: int, age_bin: int, new_kind: int, blocks: int) -> None:
+        if blocks:
+            self.forecast.came_back(kind, age_bin, blocks)
+            self.forecast.began(new_kind, blocks)
