@@ -19,7 +19,7 @@ import grpc
 from deploy.local.ports import free_ports
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc, loading_pb2
 
-READY_S = 20.0
+READY_S = 60.0  # a process takes 2 s to start, and ten times as long on a busy machine
 NO_NATS = "nats://127.0.0.1:1"
 
 
@@ -66,9 +66,15 @@ class KvStoreProcess:
         self.stub = kv_pb2_grpc.KvStoreStub(self._channel)
 
     def start(self) -> None:
-        """Start and wait until it answers."""
+        """Start and wait until it answers; a process that does not is ended."""
         self._spawn()
-        until_s = time.monotonic() + READY_S
+        try:
+            self._wait_until_ready(time.monotonic() + READY_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_until_ready(self, until_s: float) -> None:
         while True:
             try:
                 self.stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=READY_S, wait_for_ready=True)
