@@ -84,6 +84,11 @@ class ValkeyCluster:
         """Wait until all slots are served and every replica is in step."""
         infra.wait_until(self._why_not_healthy, within_s=READY_WITHIN_S)
 
+    @property
+    def primaries(self) -> list[ValkeyNode]:
+        """The nodes that serve slots now: after failovers others than at first."""
+        return [node for node in self.nodes if node.server.alive and node.ask("ROLE")[0] == "master"]
+
     def primary_of(self, key: str) -> ValkeyNode:
         """The node that serves a key now."""
         for node in self.nodes:
