@@ -34,6 +34,9 @@ DESCRIPTION = "requests/s, added latency and CPU of the mesh over calling Triton
 TOKENS = 32
 MODEL = "fast"
 TENANT = "bench"
+TURNS = 4
+FIRST_TOKEN_MS = 5.0
+STALL_MS = 40.0  # Nagle's algorithm against delayed acknowledgement
 SLOTS = 64  # as many as the widest load, so that queueing is not what is measured
 PARTS_ON_THE_PATH = ("gateway", "scheduler", "nats", "valkey", "metering", "triton", "loader", "kvstore")
 
@@ -86,13 +89,36 @@ async def _measure(catalogue: Path, levels: Sequence[int], requests: int) -> Rep
         try:
             await closed_loop(direct.stream, callers=4, requests=20)
             for level in levels:
-                straight = await closed_loop(direct.stream, callers=level, requests=requests)
-                cpu, load = await _with_cpu(mesh, through, level, requests)
+                straight, load, cpu = await _in_turns(mesh, direct, through, level, requests)
                 _add_level(figures, limits, level, load, straight, cpu)
+                if level == 1:
+                    _add_first_token_goals(goals, load, straight)
         finally:
             await direct.close()
         await _add_ledger(figures, goals, mesh, len(warm.streams) + requests * len(levels))
     return Report(NAME, figures, limits, goals)
+
+
+async def _in_turns(
+    mesh: BenchmarkMesh, direct: TritonClient, through: MeshClient, level: int, requests: int
+) -> tuple[Load, Load, Mapping[str, float]]:
+    """Both ways in turns, so that what else the machine does meets both alike; and the mesh's CPU by part."""
+    straight, load, cpu = Load(0.0), Load(0.0), dict[str, float]()
+    for turn in range(TURNS):
+        share = requests * (turn + 1) // TURNS - requests * turn // TURNS
+        straight = straight.plus(await closed_loop(direct.stream, callers=level, requests=share))
+        used, part = await _with_cpu(mesh, through, level, share)
+        load = load.plus(part)
+        cpu = {name: cpu.get(name, 0.0) + seconds * share / requests for name, seconds in used.items()}
+    return straight, load, cpu
+
+
+def _add_first_token_goals(goals: list[Goal], mesh: Load, direct: Load) -> None:
+    """Of one caller on a model that is loaded: what all of us adds to Triton's own first token, and no stall."""
+    added = mesh.first_token_ms(0.5) - direct.first_token_ms(0.5)
+    goals.append(Goal.at_most("first token of one caller later than Triton's, p50, ms", FIRST_TOKEN_MS, added))
+    whole = mesh.total_ms(0.5) - direct.total_ms(0.5)
+    goals.append(Goal.at_most("last token of one caller later than Triton's, p50, ms: no stall", STALL_MS, whole))
 
 
 async def _direct_client(mesh: BenchmarkMesh) -> TritonClient:

@@ -32,6 +32,10 @@ class Load:
     seconds: float
     streams: list[Stream] = field(default_factory=list)
 
+    def plus(self, more: "Load") -> "Load":
+        """With what came later."""
+        return Load(self.seconds + more.seconds, self.streams + more.streams)
+
     @property
     def per_second(self) -> float:
         """Requests a second."""
