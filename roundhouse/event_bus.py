@@ -22,6 +22,7 @@ from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import Error as JetStreamError
 
 from roundhouse import subjects, telemetry
+from roundhouse.bus_client import BusClient
 from roundhouse.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -101,7 +102,7 @@ class EventBus(Protocol):
 class NatsBus:
     """`EventBus` on one NATS connection. Use `NatsBus.connect`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: BusClient) -> None:
         self._client = client
         self._jetstream: JetStreamContext = client.jetstream()
         self._reconnected: list[Callable[[], Awaitable[None]]] = []
@@ -114,7 +115,7 @@ class NatsBus:
     @classmethod
     async def connect(cls, url: str, *, name: str) -> "NatsBus":
         """Connect, waiting up to 10 s for the server. Raises Unavailable."""
-        client = Client()
+        client = BusClient()
         bus = cls(client)
         try:
             async with asyncio.timeout(10):
@@ -220,10 +221,15 @@ class NatsBus:
     async def _open_inbox(self) -> None:
         inbox = self._inbox = str(self._client.new_inbox())
         try:
-            await self._client.subscribe(f"{inbox}.*", cb=self._on_reply)
+            await self._client.subscribe_at_once(f"{inbox}.*", self._take_reply, otherwise=self._on_reply)
         except BaseException:
             self._inbox = ""
             raise
+
+    def _take_reply(self, subject: str, data: bytes, _reply: str) -> None:
+        reply = self._replies.get(subject.rpartition(".")[2])
+        if reply is not None and not reply.done():  # else it came too late
+            reply.set_result(data)
 
     async def _on_reply(self, message: Msg) -> None:
         reply = self._replies.get(message.subject.rpartition(".")[2])
@@ -237,8 +243,12 @@ class NatsBus:
     async def subscribe(self, subject: str, handler: Handler, *, group: str = "", concurrency: int = 1) -> Subscription:
         """See `EventBus.subscribe`."""
         running = _RunningHandlers(handler, concurrency, self._answer_later)
-        on_message = running.at_once if concurrency == AT_ONCE else running.on_message
-        running.subscription = await self._client.subscribe(subject, queue=group, cb=on_message)
+        if concurrency == AT_ONCE:
+            running.subscription = await self._client.subscribe_at_once(
+                subject, running.take, otherwise=running.at_once, queue=group
+            )
+        else:
+            running.subscription = await self._client.subscribe(subject, queue=group, cb=running.on_message)
         return running
 
     async def ensure_streams(self) -> None:
@@ -309,8 +319,19 @@ class _RunningHandlers:
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
+    def take(self, subject: str, data: bytes, reply: str) -> None:
+        handling = self._handled(subject, data, {})
+        try:
+            handling.send(None)
+        except StopIteration as done:
+            if done.value is not None and reply:
+                self._answer_later(reply, done.value)
+        else:
+            handling.close()
+            log.error("bus_handler_waits", subject=_span_subject(subject))
+
     async def at_once(self, message: Msg) -> None:
-        answer = await self._handled(message, dict(message.headers or {}))
+        answer = await self._handled(message.subject, bytes(message.data), dict(message.headers or {}))
         if answer is not None and message.reply:
             self._answer_later(message.reply, answer)
 
@@ -324,20 +345,20 @@ class _RunningHandlers:
             await self._answer(message, headers)
 
     async def _answer(self, message: Msg, headers: dict[str, str]) -> None:
-        answer = await self._handled(message, headers)
+        answer = await self._handled(message.subject, bytes(message.data), headers)
         if answer is not None and message.reply:
             try:
                 await message.respond(answer)
             except NatsError:
                 log.warning("bus_answer_failed", subject=_span_subject(message.subject))
 
-    async def _handled(self, message: Msg, headers: dict[str, str]) -> bytes | None:
+    async def _handled(self, subject: str, data: bytes, headers: dict[str, str]) -> bytes | None:
         try:
-            return await self._handler(Message(message.subject, bytes(message.data), headers))
+            return await self._handler(Message(subject, data, headers))
         except Exception as error:
             log.error(
                 "bus_handler_failed",
-                subject=_span_subject(message.subject),
+                subject=_span_subject(subject),
                 error=type(error).__name__,
                 exc_info=True,
             )

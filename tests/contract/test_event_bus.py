@@ -8,7 +8,7 @@ from nats.js.errors import NotFoundError
 
 from roundhouse import subjects
 from roundhouse.errors import Unavailable
-from roundhouse.event_bus import EventBus, Message, NatsBus, connect_bus
+from roundhouse.event_bus import AT_ONCE, EventBus, Message, NatsBus, connect_bus
 from tests.fakes.event_bus import FakeBus
 
 
@@ -115,3 +115,46 @@ async def test_durable_publish_is_once_per_message_id(bus: EventBus) -> None:
     else:
         assert isinstance(bus, FakeBus)
         assert list(bus.durable) == ["contract-1"]
+
+
+async def test_what_is_handled_at_once_is_answered_and_in_order(bus: EventBus) -> None:
+    """500 requests at once to a handler that never waits: each gets its own answer, and they came in the order sent;
+    after one that failed the handler still serves, and after `stop` nobody does."""
+    came: list[bytes] = []
+
+    async def serve(message: Message) -> bytes:
+        came.append(message.data)
+        if message.data == b"bad":
+            raise ValueError
+        return message.data + b"!"
+
+    running = await bus.subscribe("rh.v1.test.once", serve, concurrency=AT_ONCE)
+    sent = [b"%d" % number for number in range(500)]
+    answers = await asyncio.gather(*[bus.request("rh.v1.test.once", data, timeout_ms=30_000) for data in sent])
+    assert answers == [data + b"!" for data in sent]
+    assert came == sent
+    with pytest.raises(Unavailable):
+        await bus.request("rh.v1.test.once", b"bad", timeout_ms=200)
+    assert await bus.request("rh.v1.test.once", b"good", timeout_ms=30_000) == b"good!"
+    await running.stop()
+    with pytest.raises(Unavailable):
+        await bus.request("rh.v1.test.once", b"late", timeout_ms=200)
+
+
+async def test_much_that_is_published_at_once_arrives_whole_and_in_order(bus: EventBus) -> None:
+    """20 MB in messages of 100 kB, faster than the socket takes them, then a small one: all come, in order."""
+    came: list[bytes] = []
+    complete = asyncio.Event()
+
+    async def keep(message: Message) -> None:
+        came.append(message.data[:4])
+        if len(came) == 201:
+            complete.set()
+
+    await bus.subscribe("rh.v1.test.much", keep)
+    for number in range(200):
+        await bus.publish("rh.v1.test.much", b"%04d" % number + bytes(100_000))
+    await bus.publish("rh.v1.test.much", b"last")
+    async with asyncio.timeout(60):
+        await complete.wait()
+    assert came == [*(b"%04d" % number for number in range(200)), b"last"]
