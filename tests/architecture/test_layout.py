@@ -98,3 +98,16 @@ def test_the_lock_holds_no_index_address() -> None:
     """Packages come from whatever index the machine is set up for."""
     lock = (ROOT / "requirements.lock").read_text()
     assert not re.search(r"https?://|--(extra-)?index-url|--find-links", lock)
+
+
+def test_what_the_compatibility_page_promises_is_a_test() -> None:
+    """Every row of the table of clients names tests that are there."""
+    text = (ROOT / "docs" / "tenants" / "compatibility.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `") or "`tests/" in line]
+    assert len([row for row in rows if "`tests/" in row]) >= 8
+    for row in rows:
+        names = re.findall(r"`((?:tests/[\w/]+/)?test_[\w*]+\.py)`", row)
+        folders = {name.rpartition("/")[0] for name in names if "/" in name}
+        for name in names:
+            wanted = [name] if "/" in name else [f"{folder}/{name}" for folder in folders]
+            assert any(list(ROOT.glob(each)) for each in wanted), f"{name} is not there"
