@@ -10,6 +10,7 @@ _SAFE = frozenset((string.ascii_letters + string.digits + "-_").encode())
 _PREFIX = "rh.v1"
 
 WORK_SUBMIT = f"{_PREFIX}.work.submit"
+WORK_SUBMIT_TO_ALL = f"{_PREFIX}.work.submit.all"  # every replica takes it: for what one of them did not answer
 WORK_CANCEL = f"{_PREFIX}.work.cancel"
 WORK_FINISHED = f"{_PREFIX}.work.finished"
 WORK_HEARTBEAT = f"{_PREFIX}.work.heartbeat"
@@ -26,7 +27,6 @@ USAGE_STREAM = "USAGE"
 USAGE_SUBJECTS = f"{_PREFIX}.usage.>"
 BILLING_STREAM = "BILLING"
 BILLING_SUBJECTS = f"{_PREFIX}.billing.>"
-BILLING_RECORDS = f"{_PREFIX}.billing.*"  # the records alone, without what else is told about billing
 BILLING_RECORDS = f"{_PREFIX}.billing.*"  # rated records alone
 BUDGET_ALERTS = f"{_PREFIX}.billing.*.budget.>"
 ERASURES_STREAM = "ERASURES"

@@ -14,8 +14,8 @@ from deploy.local.child import Command
 from deploy.local.probes import nats_probe, redis_probe
 from deploy.local.server import PartFailed, Program
 
-NATS_PINGS = 'ping_interval: "1s"\nping_max: 2\n'
-"""A process that hangs is dropped after three seconds, and the work of its queue group goes to the others."""
+NATS_PINGS = 'ping_interval: "700ms"\nping_max: 2\n'
+"""A process that hangs is dropped after two seconds, and the work of its queue group goes to the others."""
 POSTGRES_ROOT = Path("/usr/lib/postgresql")
 
 

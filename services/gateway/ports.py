@@ -100,10 +100,13 @@ class Admission(Protocol):
 class SchedulerGateway(Protocol):
     """The scheduler, over the bus."""
 
-    async def submit(self, request: scheduling_pb2.SubmitRequest, *, timeout_ms: int) -> scheduling_pb2.SubmitReply:
+    async def submit(
+        self, request: scheduling_pb2.SubmitRequest, *, timeout_ms: int, to_all: bool = False
+    ) -> scheduling_pb2.SubmitReply:
         """Queue a request. Idempotent by (request_id, attempt). Raises Unavailable, also when none answers in time.
 
-        A frozen replica takes its share of the submits until the bus drops it."""
+        One replica by chance is asked, which may be a frozen one until the bus drops it; or all, and one answer is
+        enough."""
         ...
 
     async def cancel(self, cancel: scheduling_pb2.Cancel) -> None:

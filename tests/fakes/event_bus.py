@@ -44,19 +44,18 @@ class FakeBus:
                 self._start(listener, Message(subject, data))
 
     async def request(self, subject: str, data: bytes, *, timeout_ms: int = REQUEST_TIMEOUT_MS) -> bytes:
-        """Deliver to one subscriber and wait for its answer."""
-        receivers = self._receivers(subject) if self.connected else []
-        if not receivers or self._deliveries(subject) == 0:
-            raise Unavailable(f"no answer on {subject} within {timeout_ms} ms")
-        task = self._start(receivers[0], Message(subject, data))
+        """Deliver to each group's one and to all others, and wait for the first answer."""
+        receivers = self._receivers(subject) if self.connected and self._deliveries(subject) else []
+        tasks = [self._start(receiver, Message(subject, data)) for receiver in receivers]
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                answer = await asyncio.shield(task)
+                for answered in asyncio.as_completed([asyncio.shield(task) for task in tasks]):
+                    answer = await answered
+                    if answer is not None:
+                        return answer
         except TimeoutError as error:
             raise Unavailable(f"no answer on {subject} within {timeout_ms} ms") from error
-        if answer is None:
-            raise Unavailable(f"no answer on {subject} within {timeout_ms} ms")
-        return answer
+        raise Unavailable(f"no answer on {subject} within {timeout_ms} ms")
 
     async def publish_durable(self, subject: str, data: bytes, *, message_id: str) -> None:
         """Keep the message; a repeated id is kept once."""

@@ -27,7 +27,7 @@ class FakeScheduler:
     nodes_lost: list[str] = field(default_factory=list)
     wanted: list[bool] = field(default_factory=list)
 
-    async def submit(self, request: wire.SubmitRequest, *, timeout_ms: int) -> wire.SubmitReply:
+    async def submit(self, request: wire.SubmitRequest, *, timeout_ms: int, to_all: bool = False) -> wire.SubmitReply:
         """See `SchedulerGateway.submit`."""
         self._check()
         self.submitted.append(request)

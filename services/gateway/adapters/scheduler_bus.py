@@ -22,9 +22,10 @@ class BusScheduler:
         self._gateway_id = gateway_id
         self._clock = clock
 
-    async def submit(self, request: wire.SubmitRequest, *, timeout_ms: int) -> wire.SubmitReply:
+    async def submit(self, request: wire.SubmitRequest, *, timeout_ms: int, to_all: bool = False) -> wire.SubmitReply:
         """See `SchedulerGateway.submit`. Raises Unavailable also for an empty or unreadable reply."""
-        data = await self._bus.request(subjects.WORK_SUBMIT, request.SerializeToString(), timeout_ms=timeout_ms)
+        subject = subjects.WORK_SUBMIT_TO_ALL if to_all else subjects.WORK_SUBMIT
+        data = await self._bus.request(subject, request.SerializeToString(), timeout_ms=timeout_ms)
         try:
             reply = wire.SubmitReply.FromString(data)
         except DecodeError as error:

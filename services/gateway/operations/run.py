@@ -23,7 +23,7 @@ from services.gateway.operations.engine_streams import Produced, close_streams, 
 from services.gateway.operations.following import Following
 from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
-from services.gateway.operations.submission import SUBMIT_WAITS_MS, cancel_message, pool_of, submit_request
+from services.gateway.operations.submission import SUBMIT_TRIES, cancel_message, pool_of, submit_request
 from services.gateway.ports import (
     Admitted,
     EngineRequest,
@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 RETRY_PAUSES_MS = (250, 1_500)
 ATTEMPTS_MAX = 1 + len(RETRY_PAUSES_MS)
 REMIND_MS = 10_000  # a guess: how much later a request starts that a failover of the store forgot
+REMINDER_TIMEOUT_MS = 2_000  # nobody waits for it
 COMMENT_INTERVAL_S = 2.0  # contract: a waiting stream hears something every 2 s or so
 
 
@@ -177,10 +178,11 @@ class Run:
         return attempt
 
     async def _submitted(self, request: wire.SubmitRequest) -> wire.SubmitReply:
-        for timeout_ms in SUBMIT_WAITS_MS[:-1]:
+        for timeout_ms, to_all in SUBMIT_TRIES[:-1]:
             with suppress(Unavailable):
-                return await self._parts.scheduler.submit(request, timeout_ms=timeout_ms)
-        return await self._parts.scheduler.submit(request, timeout_ms=SUBMIT_WAITS_MS[-1])
+                return await self._parts.scheduler.submit(request, timeout_ms=timeout_ms, to_all=to_all)
+        timeout_ms, to_all = SUBMIT_TRIES[-1]
+        return await self._parts.scheduler.submit(request, timeout_ms=timeout_ms, to_all=to_all)
 
     async def _remind(self, attempt: Attempt) -> None:
         """Submit a waiting attempt again, now and then: idempotent while it is queued, and needed if the store that
@@ -191,7 +193,7 @@ class Run:
         attempt.reminded_ms = now_ms
         request = submit_request(self.work, attempt, self._parts.gateway_id, self.output_tokens)
         request.fallback_allowed = False
-        await self._quietly(self._parts.scheduler.submit(request, timeout_ms=SUBMIT_WAITS_MS[-1]))
+        await self._quietly(self._parts.scheduler.submit(request, timeout_ms=REMINDER_TIMEOUT_MS))
 
     async def _until_done(self, answer: "asyncio.Future[Any]", attempt: Attempt) -> AsyncIterator[Waiting]:
         """`Waiting` every `COMMENT_INTERVAL_S` until `answer` is done."""

@@ -1,16 +1,27 @@
 """What the scheduler is told of a request. No I/O."""
 
+from typing import Final, NamedTuple
+
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.operations.accounting import Work
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.scoped_limits import queue_limits
 
-SUBMIT_WAITS_MS = (400, 600, 800, 1_000, 2_000)
-"""How long each try waits for an answer. Submitting is idempotent; every try reaches a replica by chance.
 
-Of two replicas one of which is frozen, a submit reaches the other within 2 s in seven of eight cases; after 3 s, when
-the bus has dropped the frozen one, always. The first wait is a guess: a thousand times what an idle scheduler takes."""
+class SubmitTry(NamedTuple):
+    """How long one try waits for an answer, and whether every replica is asked or one by chance."""
+
+    timeout_ms: int
+    to_all: bool = False
+
+
+SUBMIT_TRIES: Final = (SubmitTry(400), SubmitTry(600), SubmitTry(2_000, to_all=True), SubmitTry(2_000, to_all=True))
+"""Submitting is idempotent, and the first answer counts.
+
+A frozen replica takes its share of what goes to one by chance until the bus drops it, which takes two seconds; asked
+all together, any other answers: a request loses a second to it at most. Asking all from the start would cost each
+replica every request. The first wait is a guess: a thousand times what an idle scheduler takes."""
 
 
 def pool_of(work: Work) -> PoolName:

@@ -89,6 +89,7 @@ class BusHandlers:
             await self._bus.subscribe(subjects.NODE_STATES, self._on_node_state),
             await self._bus.subscribe(subjects.NODES_LOST, self._on_node_lost),
             await self._bus.subscribe(subjects.KV_BLOCKS, self._on_blocks),
+            await self._bus.subscribe(subjects.WORK_SUBMIT_TO_ALL, self._on_submit, concurrency=HANDLERS),
         ]
         for subject, handler in shared.items():
             subscriptions.append(

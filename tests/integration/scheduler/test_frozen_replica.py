@@ -123,8 +123,8 @@ async def _ready(client: httpx.AsyncClient, port: int) -> None:
 
 
 async def test_a_replica_that_was_frozen_does_no_harm_when_it_wakes(nats_url: str, redis_url: str) -> None:
-    """Stopped for five seconds and woken: every request ends once, none is billed as abandoned, no slot is lost. Three
-    seconds after the stop the bus has dropped it, and all work goes to the other at the first try."""
+    """Stopped for five seconds and woken: every request ends once, none is billed as abandoned, no slot is lost. What
+    the frozen one draws goes to all of them a second later, so that none waits three seconds."""
     async with scene(nats_url, redis_url) as made:
         before = await made.ask(1.0, "a")
         os.kill(made.processes[0].pid, signal.SIGSTOP)
@@ -135,9 +135,7 @@ async def test_a_replica_that_was_frozen_does_no_harm_when_it_wakes(nats_url: st
         await asyncio.gather(*before, *during, *after)
         await settle(made.gateway, within_s=60)
         assert set(made.gateway.outcomes()) == {"done"}
-        late = made.waits_ms(frozen_ms + TAKEOVER_MS + 1_000)  # a second for a busy machine
-        assert late
-        assert max(late) < TAKEOVER_MS
+        assert max(made.waits_ms(frozen_ms)) < TAKEOVER_MS + 1_000  # a second for a busy machine
         await made.idle()
         assert made.abandoned == []
 

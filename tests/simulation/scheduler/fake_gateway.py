@@ -12,7 +12,7 @@ from roundhouse.event_bus import EventBus, Message
 from roundhouse.vocabulary import PriorityClass
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from roundhouse.wire.v1 import vocabulary_pb2
-from services.gateway.operations.submission import SUBMIT_WAITS_MS
+from services.gateway.operations.submission import SUBMIT_TRIES
 from tests.simulation.scheduler.mesh import POOL, FakeNode
 
 
@@ -76,11 +76,10 @@ class FakeGateway:
         task = asyncio.create_task(self._watch_deadline(asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        for timeout_ms in SUBMIT_WAITS_MS:
+        for timeout_ms, to_all in SUBMIT_TRIES:
+            subject = subjects.WORK_SUBMIT_TO_ALL if to_all else subjects.WORK_SUBMIT
             try:
-                data = await self.bus.request(
-                    subjects.WORK_SUBMIT, asked.request.SerializeToString(), timeout_ms=timeout_ms
-                )
+                data = await self.bus.request(subject, asked.request.SerializeToString(), timeout_ms=timeout_ms)
             except Unavailable:
                 await self.clock.sleep_ms(100)
                 continue
