@@ -16,6 +16,7 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks.report import Report, print_report
+from benchmarks.results_page import RESULTS, write_page
 
 EXIT_GOAL_MISSED = 1
 
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     print_report(report, console)
     if options.json is not None:
         options.json.write_text(report.as_json())
+        if options.json.absolute().parent == RESULTS:
+            write_page()
     return EXIT_GOAL_MISSED if options.strict and not report.met else 0
 
 
