@@ -1,7 +1,7 @@
 """One child process: started in its own process group, tied to its parent's life, and stopped without a rest.
 
-Invariant: after `stop` or `kill` returns, no process of the group is alive. Start it from the main thread: the kernel
-ties a child to the thread that forked it.
+Invariant: after `stop` or `kill` returns, no process of the group is alive. The kernel ties a child to the thread that
+forked it, so that is always one that lives as long as this process.
 """
 
 import asyncio
@@ -9,15 +9,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 
 from roundhouse.environment import child_environment
 
 TETHER = Path(__file__).with_name("tether.py")
+Spawn = Callable[[], "subprocess.Popen[bytes]"]
+
 GROUP_GONE_S = 5.0  # after SIGKILL; a process stuck longer is in the kernel, which no signal helps
 POLL_S = 0.02
 
@@ -59,14 +65,16 @@ class ChildProcess:
         command.log.parent.mkdir(parents=True, exist_ok=True)
         tethered = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), command.user or "", *command.argv]
         with command.log.open("ab") as log:
-            process = subprocess.Popen(
-                tethered,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment(command.environment),
-                cwd=command.directory,
-                start_new_session=True,
+            process = _by_lasting_thread(
+                lambda: subprocess.Popen(
+                    tethered,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(command.environment),
+                    cwd=command.directory,
+                    start_new_session=True,
+                )
             )
         return cls(process, command)
 
@@ -122,6 +130,31 @@ class ChildProcess:
         except (ProcessLookupError, PermissionError):  # the group is gone, or only zombies are left of it
             return False
         return True
+
+
+def _by_lasting_thread(spawn: Spawn) -> "subprocess.Popen[bytes]":
+    if threading.current_thread() is threading.main_thread():
+        return spawn()
+    started: Future[subprocess.Popen[bytes]] = Future()
+    _spawner().put((spawn, started))
+    return started.result()
+
+
+@cache
+def _spawner() -> "SimpleQueue[tuple[Spawn, Future[subprocess.Popen[bytes]]]]":
+    """What a thread of its own, which ends with this process, starts for the others."""
+    wanted: SimpleQueue[tuple[Spawn, Future[subprocess.Popen[bytes]]]] = SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            spawn, started = wanted.get()
+            try:
+                started.set_result(spawn())
+            except OSError as error:
+                started.set_exception(error)
+
+    threading.Thread(target=serve, name="spawner", daemon=True).start()
+    return wanted
 
 
 def group_members(group: int) -> list[int]:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from services.loader.adapters.triton_control import TritonControl
 from services.loader.ports import LoadPackage, ModelControl, PlacedModel, TritonState
 from tests.conftest import TritonFactory
 from tests.fakes.model_control import FakeModelControl
-from tests.infra import TritonServer
+from tests.infra import TritonServer, wait_until
 
 ANSWER_MS = 2_000
 LOAD_MS = 20_000
@@ -116,9 +117,11 @@ class Real(Server):
         self.control = control
 
     async def hang(self) -> None:
-        """SIGSTOP."""
-        assert self.server.server.child is not None
-        self.server.server.child.send_signal(signal.SIGSTOP)
+        """SIGSTOP, and wait until every thread has stopped: one that runs on for a moment may still answer."""
+        child = self.server.server.child
+        assert child is not None
+        child.send_signal(signal.SIGSTOP)
+        await asyncio.to_thread(wait_until, lambda: still_running(child.pid), within_s=30)
 
     async def go_on(self) -> None:
         """SIGCONT."""
@@ -299,6 +302,13 @@ async def test_unloading_what_is_not_loaded_changes_nothing(server: Server) -> N
     assert await state_of(server.control, name) is TritonState.UNAVAILABLE
     await server.control.forget(name)
     await server.control.forget(name)
+
+
+def still_running(pid: int) -> str | None:
+    """The states of threads that are not stopped, as in proc(5); None if all are."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    states = {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} - set("TtZ")
+    return f"threads are {sorted(states)}" if states else None
 
 
 async def test_a_hung_server_ends_every_call_at_its_limit(server: Server) -> None:
