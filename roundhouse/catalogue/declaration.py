@@ -186,6 +186,7 @@ def _wrong_tokenizer(declaration: Declaration, where: Where, text: str) -> Itera
 def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     document = declaration.document
     language_models = {model.name for model in declaration.models.values() if interface_of(model) == "llm"}
+    over_vllm = {model.name for model in declaration.models.values() if model.engine == "vllm"}
     others = {model.name for model in declaration.models.values()} - language_models
     for where, model in declaration.models.items():
         interface = interface_of(model)
@@ -201,3 +202,6 @@ def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     for where, adapter in declaration.adapters.items():
         if adapter.base in others:
             yield document.at_value((*where, "base"), f"the model `{adapter.base}` takes no adapters")
+        if adapter.base in over_vllm:  # its backend reads adapters only when the model loads
+            reason = f"adapters over `{adapter.base}` (vllm) are not served: merge it and declare a model"
+            yield document.at_value((*where, "base"), reason)

@@ -113,6 +113,14 @@ BROKEN = {
 }
 
 
+def test_an_adapter_over_vllm_is_refused_where_it_names_its_base(tmp_path: Path) -> None:
+    """Its backend would answer as the base alone: nothing wrong is served under an adapter's name."""
+    found = refused(GOOD.replace("engine: reference", "engine: vllm", 1), write_models(tmp_path))
+    assert len(found) == 1, found
+    assert "adapters over `chat` (vllm) are not served" in found[0]
+    assert int(found[0].split(":")[1]) == line_of("base: chat", GOOD)
+
+
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_wrong_is_refused_at_its_place(tmp_path: Path, broken: str) -> None:
     """B44: each kind of mistake is refused with the line that it stands in, and never a default instead."""
