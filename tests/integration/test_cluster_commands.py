@@ -115,6 +115,17 @@ def test_a_broken_catalogue_ends_the_start_with_its_place(home: Path, tmp_path: 
     assert shared_memory(home) == []
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Children take SIGINT, as from a terminal: tests that a shell runs in the background inherit that it is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_while_it_starts_ends_everything(home: Path, catalogue: Path, presses: int) -> None:
     """Once drains, twice kills; either way exit code 0 and nothing is left, although the start was not finished."""
