@@ -117,7 +117,7 @@ def test_a_broken_catalogue_ends_the_start_with_its_place(home: Path, tmp_path: 
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Children take SIGINT, as from a terminal: tests that a shell runs in the background inherit that it is ignored."""
+    """Children take SIGINT, as from a terminal: what a shell runs in the background inherits that it is ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
