@@ -9,13 +9,14 @@ How a block lives:
 4. Without leases, and with nothing below it, it is in the reuse order, and is dropped when room is needed. What is
    dropped while leased is condemned: found by nobody, its slot given back with the last lease.
 
-Invariant 11: a block is found only with the salt that stored it. Invariant 12: units free + held = total; no lease
-outlives its time (every call with `now_ms` first ends what is due). A stored block's parent is stored, and a pinned
-block's parents are pinned. Not here: bytes, checksums, other tiers. Not thread-safe.
+Invariant 12: units free + held = total; no lease outlives its time (every call with `now_ms` first ends what is due).
+A stored block's parent is stored, and a pinned block's parents are pinned. Which block stands under which, and who
+finds it (invariant 11), is `block_forest`. Not here: bytes, checksums, other tiers. Not thread-safe.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
+from services.kvstore.domain.block_forest import BlockForest
 from services.kvstore.domain.leases import Lease, LeaseBook
 from services.kvstore.domain.records import (
     NOTHING_SHARED,
@@ -38,7 +39,6 @@ from services.kvstore.domain.records import (
     WrittenBlock,
 )
 from services.kvstore.domain.room import Room
-from services.kvstore.domain.salt_book import SaltBook
 from services.kvstore.domain.slot_arena import NoSlot, Slot, SlotArena
 from services.kvstore.domain.use_history import UseHistory
 
@@ -51,12 +51,9 @@ class BlockTable:
         self._arena = arena
         self._leases = LeaseBook(incarnation)
         self._now_ms = 0
-        self._blocks: dict[bytes, Block] = {}
-        self._children: dict[bytes, dict[bytes, None]] = {}
-        self._salts = SaltBook()
-        self._by_offset: dict[int, Block] = {}  # condemned blocks too
+        self._forest = BlockForest()
         self._history = UseHistory()
-        self._room = Room(arena, self._salts, self._by_offset, self._history.forecast)
+        self._room = Room(arena, self._forest.salts, self._forest.by_offset, self._history.forecast)
         self._order = self._room.order
         self._stored: list[bytes] = []
         self._dropped: list[bytes] = []
@@ -80,7 +77,7 @@ class BlockTable:
     ) -> Acquired | Missed:
         """As `acquire`, without counting it as a use. O(run)."""
         self.expire(now_ms)
-        run = tuple(self._run(salt, keys, shared))
+        run = tuple(self._forest.run(salt, keys, shared))
         if not run:
             return Missed()
         for block in run:
@@ -90,47 +87,46 @@ class BlockTable:
 
     def run_length(self, salt: bytes, keys: Sequence[bytes], shared: Shared = NOTHING_SHARED) -> int:
         """How many leading `keys` are stored; uses and leases nothing."""
-        return sum(1 for _ in self._run(salt, keys, shared))
+        return sum(1 for _ in self._forest.run(salt, keys, shared))
 
     def stored_keys(self) -> list[bytes]:
         """Every visible block. O(blocks)."""
-        return [block.key for block in self._blocks.values() if block.stored]
+        return self._forest.stored_keys()
 
     def hold(self, key: bytes, holder: Holder, now_ms: int) -> Held | Missed:
         """Lease one stored block, and so those above it, without counting it as a use. O(depth)."""
         self.expire(now_ms)
-        block = self._blocks.get(key)
+        block = self._forest.find(key)
         if block is None or not block.stored:
             return Missed()
-        chain = [block]
-        while (parent := self._blocks.get(chain[-1].parent_key)) is not None:
-            chain.append(parent)
+        chain = [*self._forest.above(block), block]
         for member in chain:
             self._pin(member)
-        lease = self._leases.open(holder, now_ms, chain[::-1])
+        lease = self._leases.open(holder, now_ms, chain)
         return Held(lease.lease_id, block.place(), block.salt, block.model_digest, block.parent_key)
 
     def has(self, key: bytes, salt: bytes | None = None) -> bool:
         """Whether a block is visible, for that salt if one is given."""
-        block = self._blocks.get(key)
+        block = self._forest.find(key)
         return block is not None and block.stored and salt in (None, block.salt)
 
     def model_digest(self, key: bytes) -> bytes:
         """The model that made a block; empty if it is not here."""
-        block = self._blocks.get(key)
+        block = self._forest.find(key)
         return block.model_digest if block is not None else b""
 
     def places_of(self, salt: bytes) -> list[BlockPlace]:
         """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
-        return [block.place() for block in self._by_offset.values() if block.salt == salt]
+        return self._forest.places_of(salt)
 
     def salts(self) -> tuple[bytes, ...]:
         """Every salt that has blocks here, also ones being written."""
-        return self._salts.salts()
+        return self._forest.salts.salts()
 
     def usage(self, salt: bytes) -> tuple[int, int]:
         """Blocks of a salt in the table, also those being written, and their bytes."""
-        return len(self._salts.keys(salt)), sum(self._blocks[key].length for key in self._salts.keys(salt))
+        blocks = self._forest.blocks_of(salt)
+        return len(blocks), sum(block.length for block in blocks)
 
     def release(self, lease_id: str, now_ms: int) -> None:
         """End a lease; what it wrote without a commit is dropped. Idempotent."""
@@ -145,7 +141,7 @@ class BlockTable:
         units = self._arena.class_of(new.length)
         if isinstance(units, NoSlot):
             return Refused(RefusalReason.TOO_LARGE)
-        chain = self._parents(new)
+        chain = self._forest.parents(new)
         if isinstance(chain, RefusalReason):
             return Refused(chain)
         for block in chain:
@@ -190,7 +186,7 @@ class BlockTable:
 
     def recheck(self, key: bytes, checksum_found: int) -> bool:
         """Drop a stored block, and all below it, whose bytes no longer match. Returns whether it was dropped."""
-        block = self._blocks.get(key)
+        block = self._forest.find(key)
         if block is None or not block.stored or block.checksum == checksum_found:
             return False
         self._corrupt += 1
@@ -200,10 +196,10 @@ class BlockTable:
     def erase_salt(self, salt: bytes, now_ms: int) -> Erased:
         """Drop every block of a salt, also what is being written. Leased slots are given back with their leases."""
         self.expire(now_ms)
-        blocks = [self._blocks[key] for key in self._salts.keys(salt)]
+        blocks = self._forest.blocks_of(salt)
         erased = Erased(len(blocks), sum(block.length for block in blocks))
         for block in blocks:
-            if self._blocks.get(block.key) is block:
+            if self._forest.find(block.key) is block:
                 self._drop_subtree(block)
         self._history.forget(salt)
         return erased
@@ -250,52 +246,21 @@ class BlockTable:
             leases_expired=self._expired,
         )
 
-    # Finding
-
-    def _run(self, salt: bytes, keys: Iterable[bytes], shared: Shared) -> Iterator[Block]:
-        parent = ROOT
-        for index, key in enumerate(keys):
-            block = self._blocks.get(key)
-            # Invariant 11: the salt is compared, though the key was made with it.
-            if block is None or not block.stored or block.parent_key != parent:
-                return
-            if block.salt != (shared.salt if index < shared.blocks else salt):
-                return
-            yield block
-            parent = key
-
-    def _parents(self, new: NewBlocks) -> list[Block] | RefusalReason:
-        """The blocks above `new`, root first, or why `new` cannot stand under them. O(depth)."""
-        parents: list[Block] = []
-        key = new.parent_key
-        while key != ROOT:
-            block = self._blocks.get(key)
-            if block is None or block.salt not in (new.salt, new.parent_salt):
-                return RefusalReason.PARENT_UNKNOWN
-            if block.length != new.length:
-                return RefusalReason.LENGTH_DIFFERS
-            parents.append(block)
-            key = block.parent_key
-        parents.reverse()
-        return parents
-
     def _parent_is_stored(self, block: Block) -> bool:
         return block.parent_key == ROOT or self.has(block.parent_key)
-
-    # Writing
 
     def _reserve_chain(self, new: NewBlocks, units: int, chain: list[Block]) -> tuple[list[Block], RefusalReason]:
         """Make blocks for the keys that are not there; pins every block of the keys and adds it to `chain`."""
         writing: list[Block] = []
         parent = new.parent_key
         for key in new.keys:
-            block = self._blocks.get(key)
+            block = self._forest.find(key)
             if block is None:
                 slot = self._make_room(units)
                 if isinstance(slot, NoSlot):
                     return writing, RefusalReason.NO_ROOM
                 block = Block(key, new.salt, new.model_digest, parent, slot, new.length, len(chain))
-                self._enter(block)
+                self._forest.enter(block)
                 writing.append(block)
             elif (block.parent_key, block.salt, block.length) != (parent, new.salt, new.length):
                 return writing, RefusalReason.PARENT_UNKNOWN
@@ -304,15 +269,9 @@ class BlockTable:
             parent = key
         return writing, RefusalReason.NOTHING_NEW
 
-    def _enter(self, block: Block) -> None:
-        self._blocks[block.key] = block
-        self._by_offset[block.slot.offset] = block
-        self._salts.add(block)
-        self._children.setdefault(block.parent_key, {})[block.key] = None
-
     def _show(self, block: Block, checksum: int) -> None:
         block.stored, block.checksum = True, checksum
-        self._history.stored(block, self._blocks.get(block.parent_key), self._now_ms)
+        self._history.stored(block, self._forest.find(block.parent_key), self._now_ms)
         block.shown = block.place()
         self._visible += 1
         self._stored.append(block.key)
@@ -344,12 +303,12 @@ class BlockTable:
         self._units_pinned -= block.slot.units
         if block.condemned:
             self._free(block)
-        elif block.key not in self._children:
+        elif not self._forest.has_children(block):
             self._list(block)
 
     def _list(self, block: Block, *, uncovered: bool = False) -> None:
         """Let a block be evicted if nobody holds it and nothing hangs on it."""
-        if not block.pins and block.stored and not block.condemned and block.key not in self._children:
+        if not block.pins and block.stored and not block.condemned and not self._forest.has_children(block):
             self._order.add(block, self._now_ms, uncovered=uncovered)
 
     def _make_room(self, units: int) -> Slot | NoSlot:
@@ -368,21 +327,13 @@ class BlockTable:
 
     def _drop_subtree(self, block: Block) -> int:
         """Remove a block and everything below it, children first; returns how many blocks that were."""
-        subtree = [block]
-        for member in subtree:  # grows while it runs
-            subtree += [self._blocks[key] for key in self._children.get(member.key, ())]
+        subtree = self._forest.subtree(block)
         for member in reversed(subtree):
             self._drop(member)
         return len(subtree)
 
     def _drop(self, block: Block) -> None:
-        assert block.key not in self._children, "a parent never goes before its children"
-        del self._blocks[block.key]
-        siblings = self._children[block.parent_key]
-        del siblings[block.key]
-        if not siblings:
-            del self._children[block.parent_key]
-        self._salts.remove(block)
+        self._forest.remove(block)
         if block.stored:
             self._visible -= 1
             self._dropped.append(block.key)
@@ -391,10 +342,10 @@ class BlockTable:
         self._order.discard(block)
         if block.pins == 0:
             self._free(block)
-        parent = self._blocks.get(block.parent_key)
+        parent = self._forest.find(block.parent_key)
         if parent is not None:
             self._list(parent, uncovered=True)
 
     def _free(self, block: Block) -> None:
-        del self._by_offset[block.slot.offset]
+        self._forest.vacate(block)
         self._arena.give_back(block.slot)
