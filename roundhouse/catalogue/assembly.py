@@ -166,6 +166,7 @@ class _Assembly:
             kv_pool_tokens=sized.kv_pool_tokens,
             context_tokens=sized.context_tokens,
             tokenizer_path=self._tokenizer(shape) or sized.tokenizer_path,
+            derived=_left_to_the_files(shape),
             pool=PoolName(shape.pool),
             ttft_slo_ms=shape.slo.time_to_first_token_ms,
             cold_start_slo_ms=shape.slo.cold_start_ms,
@@ -231,6 +232,16 @@ def _given_sizes(shape: ModelShape) -> _Sizes:
     context = shape.context_tokens or 0
     kv_tokens = shape.memory.kv_pool_tokens
     return _Sizes(context, kv_tokens if kv_tokens is not None else context * shape.slots, shape.memory.device)
+
+
+def _left_to_the_files(shape: ModelShape) -> tuple[str, ...]:
+    left = {
+        "device_bytes": shape.memory.device == "auto",
+        "kv_pool_tokens": shape.memory.kv_pool_tokens is None,
+        "context_tokens": shape.context_tokens is None,
+        "tokenizer_path": shape.tokenizer is None,
+    }
+    return tuple(name for name, is_left in left.items() if is_left)
 
 
 def _listed(source: SourceShape) -> list[FileEntry]:

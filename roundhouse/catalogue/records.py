@@ -133,6 +133,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     kv_pool_tokens: int = 0
     context_tokens: int = 0  # prompt + output; 0 = not a language model
     tokenizer_path: str = ""  # folder with tokenizer.json; empty = none
+    derived: tuple[str, ...] = ()  # the sizes above that the declaration leaves to the files, by field name
     pool: PoolName = PoolName("shared")
     ttft_slo_ms: int = 2_000
     cold_start_slo_ms: int = 60_000

@@ -1,6 +1,7 @@
 """How operators' commands print: tables for people, JSON or YAML for programs, refusals on stderr with exit code 1."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from rich.text import Text
 from roundhouse.cli.admin_client import EXIT_REFUSED, Refused
 
 PIPED_WIDTH = 240  # no terminal to fit: rows must not be folded
+_NOT_FOR_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")  # YAML 1.1, 5.1 and 5.4
 
 
 class Format(StrEnum):
@@ -46,10 +48,20 @@ def tell(text: str) -> None:
 
 def show_data(data: object, output: Format) -> None:
     """Print plain data as JSON or YAML."""
-    if output is Format.YAML:
-        typer.echo(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), nl=False)
-    else:
-        typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    typer.echo(as_yaml(data) if output is Format.YAML else as_json(data), nl=False)
+
+
+def as_json(data: object) -> str:
+    """Plain data as JSON that is YAML too: what YAML would refuse or take for the end of a line is escaped."""
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    return _NOT_FOR_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+def as_yaml(data: object) -> str:
+    """Plain data as YAML, readable in any language."""
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    # PyYAML escapes all but ASCII, or else folds the line ends of Unicode inside quotes, and so loses them.
+    return yaml.safe_dump(data, sort_keys=False) if _NOT_FOR_YAML.search(text) else text
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, totals: int = 0) -> None:

@@ -5,8 +5,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from roundhouse.catalogue.records import Adapter, Catalogue, Model, SharingGroup, Tenant
+from roundhouse.catalogue.rendering import declaration_of, entry_of
 from roundhouse.cli.admin_client import EXIT_REFUSED, AdminApi, AdminKey, AdminUrl, Refused, open_api
 from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_items, tell
 
@@ -19,13 +22,21 @@ class Kind(StrEnum):
     TENANTS = "tenants"
     MODELS = "models"
     ADAPTERS = "adapters"
+    SHARING_GROUPS = "sharing-groups"
     NODES = "nodes"
 
 
+RECORDS: dict[Kind, type[Tenant | Model | Adapter | SharingGroup]] = {
+    Kind.TENANTS: Tenant,
+    Kind.MODELS: Model,
+    Kind.ADAPTERS: Adapter,
+    Kind.SHARING_GROUPS: SharingGroup,
+}
 COLUMNS = {
     Kind.TENANTS: ("name", "weight", "priority_class", "limits", "models"),
     Kind.MODELS: ("name", "engine", "interface", "slots", "device_bytes", "context_tokens", "pool", "access"),
     Kind.ADAPTERS: ("name", "base", "tenant", "digest"),
+    Kind.SHARING_GROUPS: ("name", "tenants"),
     Kind.NODES: ("node_id", "pool", "role", "accepting", "unhealthy_reason", "device_count"),
 }
 
@@ -63,21 +74,41 @@ def apply(
 
 
 def get(
-    kind: Annotated[Kind, typer.Argument(help="What to show.")],
+    kind: Annotated[Kind | None, typer.Argument(help="What to show; left out: everything that is declared.")] = None,
     name: Annotated[str, typer.Argument(help="Only this one.")] = "",
     output: Output = Format.TABLE,
     admin_url: AdminUrl = "",
     admin_key: AdminKey = "",
 ) -> None:
-    """Show tenants, models, adapters or nodes."""
+    """Show what is declared, or nodes. With `-o yaml` and no KIND: a file to edit and `apply`."""
     with refusals_told():
-        show_items(_items(open_api(admin_url, admin_key), kind, name), COLUMNS[kind], output)
+        api = open_api(admin_url, admin_key)
+        if kind is None:
+            _show_everything(api, output)
+            return
+        items = _nodes(api, name) if kind is Kind.NODES else _declared(api, kind, name)
+        if output is Format.TABLE or kind is Kind.NODES:
+            show_items(items, COLUMNS[kind], output)
+        else:
+            show_data([entry_of(msgspec.convert(item, RECORDS[kind])) for item in items.values()], output)
 
 
-def _items(api: AdminApi, kind: Kind, name: str) -> dict[str, dict[str, Any]]:
-    if kind is not Kind.NODES:
-        found = api.get("/catalogue", kind=kind.value, **({"name": name} if name else {}))[kind.value]
-        return {item["name"]: item for item in found}
+def _show_everything(api: AdminApi, output: Format) -> None:
+    if output is not Format.TABLE:
+        show_data(declaration_of(msgspec.convert(api.get("/catalogue"), Catalogue)), output)
+        return
+    for number, kind in enumerate(RECORDS):
+        typer.echo(("\n" if number else "") + kind.value)
+        show_items(_declared(api, kind, ""), COLUMNS[kind], output)
+
+
+def _declared(api: AdminApi, kind: Kind, name: str) -> dict[str, dict[str, Any]]:
+    section = kind.value.replace("-", "_")
+    found = api.get("/catalogue", kind=section, **({"name": name} if name else {}))[section]
+    return {item["name"]: item for item in found}
+
+
+def _nodes(api: AdminApi, name: str) -> dict[str, dict[str, Any]]:
     nodes = {node["node_id"]: node for node in api.get("/nodes")["nodes"]}
     if name and name not in nodes:
         raise Refused(f"there is no node `{name}`")

@@ -163,6 +163,7 @@ def _rows(model: dict[str, Any], pins: dict[str, Any], nodes: list[dict[str, Any
     known = {
         "name": model["name"],
         "engine": model["engine"],
+        "digest": model["digest"],
         "pool": model["pool"],
         "pinned": _pinned(model, pins),
     }

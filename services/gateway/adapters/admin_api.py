@@ -41,7 +41,7 @@ from services.gateway.ports import Caller, KeyDirectory
 
 PREFIX = "/admin/v1"
 BODY_BYTES_MAX = 2 * BYTES_MAX  # a declaration inside JSON, where quotes and line ends take two bytes
-KINDS = ("tenants", "models", "adapters")
+KINDS = ("tenants", "models", "adapters", "sharing_groups")
 
 _encode = msgspec.json.Encoder().encode
 Body = TypeVar("Body")
@@ -193,7 +193,8 @@ class _AdminApi:
         if name is None:
             return _json({"generation": current.generation, kind: list(items.values()), "pins": current.pins})
         if name not in items:
-            raise NotFound(f"there is no such {kind.removesuffix('s')}", code=f"{kind.removesuffix('s')}_not_found")
+            one = kind.removesuffix("s")
+            raise NotFound(f"there is no such {one.replace('_', ' ')}", code=f"{one}_not_found")
         return _json({"generation": current.generation, kind: [items[name]]})
 
     async def create_key(self, request: Request, caller: Caller) -> Response:

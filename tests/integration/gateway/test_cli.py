@@ -14,6 +14,7 @@ import pytest
 from services.gateway.domain.keys import key_hash
 from tests.integration.gateway.running_gateway import RunningGateway, running_gateway
 from tests.unit.catalogue.files import GOOD, write_models
+from tests.unit.catalogue.test_assembly import assembled
 from tests.unit.gateway.gateway_world import catalogue
 
 ROOT = "rh-admin-" + "b" * 43
@@ -137,6 +138,21 @@ async def test_a_declaration_is_checked_applied_and_shown(desk: Desk, tmp_path: 
     assert (done.code, "generation 1" in done.out) == (0, True)
     again = await desk.run("apply", "-f", str(file))
     assert "unchanged" in again.out
+
+
+async def test_what_is_shown_can_be_edited_and_applied(desk: Desk, tmp_path: Path) -> None:
+    """All of it is the same generation again, from wherever; an edit changes that one thing; one kind is a list."""
+    file = write_models(tmp_path) / "catalogue.yaml"
+    file.write_text(GOOD)
+    assert (await desk.run("apply", "-f", str(file))).code == 0
+    desk.gateway.catalogue.current = assembled(GOOD, tmp_path)
+    shown = await desk.run("get", "-o", "yaml")
+    assert "unchanged" in (await desk.run("apply", "-f", "-", stdin=shown.out)).out, shown.err
+    edited = await desk.run("apply", "-f", "-", stdin=shown.out.replace("slots: 2", "slots: 3"))
+    assert "changed model    chat (slots)" in edited.out
+    tenants = json.loads((await desk.run("get", "tenants", "acme", "-o", "json")).out)
+    assert [(tenant["name"], tenant["class"]) for tenant in tenants] == [("acme", "interactive")]
+    assert {"tenants", "acme", "models", "chat", "sharing-groups"} <= set((await desk.run("get")).out.split())
 
 
 async def test_on_a_terminal_it_asks_before_it_removes(desk: Desk, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from roundhouse.cli.models import _rows
 )
 def test_who_keeps_a_model_and_how_many(declared: tuple[bool, int], pins: dict[str, Any], shown: str) -> None:
     """The larger of what is declared and what an operator said, and whether somebody did."""
-    model = {"name": "m", "engine": "onnx", "pool": "shared", "device_bytes": 1}
+    model = {"name": "m", "engine": "onnx", "pool": "shared", "device_bytes": 1, "digest": "sha256:0"}
     model |= {"pinned": declared[0], "min_replicas": declared[1]}
     (row,) = _rows(model, pins, [])
     assert row["pinned"] == shown
