@@ -6,6 +6,7 @@ Invariant: leaving stops accepting and lets open answers end. Decision: docs/dec
 """
 
 import asyncio
+import functools
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from roundhouse.errors import InvalidInput, Unavailable
 
@@ -25,7 +26,9 @@ KEEP_ALIVE_S = 75.0  # as nginx; clients and balancers keep connections for abou
 BACKLOG = 1_024
 DEPARTURE = "roundhouse.departure"
 """ASGI extension: a function that takes what to call when the client of this request leaves, or None to hear no more;
-it returns False if the client has left already. Cheaper than a task that waits for `http.disconnect`."""
+it returns False if the client has left already. Cheaper than a task that waits for `http.disconnect`. It belongs to its
+request: what an earlier one on the same connection says afterwards does not touch it."""
+AHEAD_MAX = 8  # requests that wait behind the one that runs while its client is still listened to; a guess
 GATHERED_BYTES_MAX = 64 * 1024  # asyncio's own high-water mark of a transport
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -137,6 +140,8 @@ class GatheredWrites:
     def _send(self) -> None:
         if self._unsent:
             unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+            if self._transport.is_closing():
+                return  # the client has left since; a loop may raise for a write now
             self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
 
     def close(self) -> None:
@@ -155,6 +160,8 @@ class GuardedProtocol(HttpToolsProtocol):
     head_timeout_s = HEAD_S
     _head_timer: asyncio.TimerHandle | None = None
     _on_departure: Callable[[], None] | None = None
+    _watcher: RequestResponseCycle | None = None  # whose `_on_departure` is
+    _running: RequestResponseCycle | None = None  # `cycle` is the last one that came
     _head_bytes = 0
     _in_head = True
 
@@ -175,10 +182,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         extensions = cast("dict[str, Any]", self.scope.setdefault("extensions", {}))
-        extensions[DEPARTURE] = self._tell_departure
+        extensions[DEPARTURE] = functools.partial(self._tell_departure, self.cycle)
+        if 0 < len(self.pipeline) <= AHEAD_MAX:
+            self.flow.resume_reading()  # uvicorn stops; then nothing tells that the client has left
 
-    def _tell_departure(self, told: Callable[[], None] | None) -> bool:
-        self._on_departure = told
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _tell_departure(self, cycle: RequestResponseCycle, told: Callable[[], None] | None) -> bool:
+        if told is not None:
+            self._watcher, self._on_departure = cycle, told
+            if self.parser is not None:
+                self.flow.resume_reading()  # it stops for a long body, and only uvicorn's `receive` would go on
+        elif self._watcher is cycle:
+            self._watcher = self._on_departure = None
         return self.parser is not None  # uvicorn's sign that the connection is there
 
     def data_received(self, data: bytes) -> None:
@@ -193,7 +211,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Nothing is waited for any more."""
         self._stop_timer()
         super().connection_lost(exc)
-        told, self._on_departure = self._on_departure, None
+        running = self._running
+        if running is not None and not running.response_complete:  # uvicorn tells only the last one that came
+            running.disconnected = True
+            running.message_event.set()
+        told, self._on_departure, self._watcher = self._on_departure, None, None
         if told is not None:
             told()
 

@@ -65,7 +65,7 @@ class IdempotentAnswer:
             self._kept = await self._wait_for_claim()
             gone = False
 
-        await while_connected(receive, claimed(), Sender(send))
+        await while_connected(receive, claimed(), Sender(send), scope)
         if gone:
             return
         if self._kept is not None:
