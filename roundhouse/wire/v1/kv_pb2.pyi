@@ -665,6 +665,7 @@ class FetchRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     salt: _builtins.bytes
     """must be the salt that stored the blocks"""
     skip: _builtins.int
@@ -673,6 +674,8 @@ class FetchRequest(_message.Message):
     """for blocks on disk and, with a hold, those still being computed"""
     hold: _builtins.str
     """ends once the last block of `keys` has been sent"""
+    packed: _builtins.bool
+    """the caller reads `FetchPiece.also`"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """a chain from the first block of the prompt"""
@@ -688,10 +691,11 @@ class FetchRequest(_message.Message):
         wait_ms: _builtins.int = ...,
         shared: Global___SharedPrefix | None = ...,
         hold: _builtins.str = ...,
+        packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "keys", b"keys", "salt", b"salt", "shared", b"shared", "skip", b"skip", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "keys", b"keys", "packed", b"packed", "salt", b"salt", "shared", b"shared", "skip", b"skip", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -708,6 +712,7 @@ class FetchPiece(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    ALSO_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     length: _builtins.int
     """of the block, bytes"""
@@ -716,6 +721,10 @@ class FetchPiece(_message.Message):
     model_digest: _builtins.bytes
     data: _builtins.bytes
     """follows what came before; at most 1 MiB"""
+    @_builtins.property
+    def also(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPiece]:
+        """pieces after this one: small blocks come in one message. 1 MiB in all"""
+
     def __init__(
         self,
         *,
@@ -724,10 +733,11 @@ class FetchPiece(_message.Message):
         checksum: _builtins.int = ...,
         model_digest: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
+        also: _abc.Iterable[Global___FetchPiece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "key", b"key", "length", b"length", "model_digest", b"model_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "checksum", b"checksum", "data", b"data", "key", b"key", "length", b"length", "model_digest", b"model_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,16 +1,13 @@
 """`PeerTransport` over streaming gRPC: one connection a peer; pieces of blocks go into their slots as they come."""
 
 import asyncio
-from collections.abc import AsyncIterable
 
 import grpc
 
 from roundhouse.grpc_edge import open_channel
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
-from services.kvstore.ports import BlockHead, Landing, PeerFault, PeerKeys, PeerRequest
-
-PIECE_BYTES = 1 << 20  # of a message: a quarter of gRPC's default limit, large enough to copy at full speed
-PIECE_BYTES_MAX = 4 << 20  # taken from a peer of another release
+from services.kvstore.adapters.fetch_pieces import land_pieces
+from services.kvstore.ports import Landing, PeerFault, PeerKeys, PeerRequest
 
 
 class GrpcPeers:
@@ -24,7 +21,7 @@ class GrpcPeers:
         """See `PeerTransport.fetch`."""
         call = self.stub(address).Fetch(fetch_message(request), timeout=timeout_ms / 1000)
         try:
-            await _land(call, landing)
+            await land_pieces(call, landing)
         except grpc.aio.AioRpcError as error:
             raise PeerFault(f"a fetch failed: {error.code().name}") from error
         finally:
@@ -65,29 +62,8 @@ def fetch_message(request: PeerRequest) -> kv_pb2.FetchRequest:
         wait_ms=request.wait_ms,
         shared=kv_pb2.SharedPrefix(salt=request.shared.salt, blocks=request.shared.blocks),
         hold=request.hold,
+        packed=True,
     )
-
-
-async def _land(pieces: AsyncIterable[kv_pb2.FetchPiece], landing: Landing) -> None:
-    place: memoryview | None = None
-    at = 0
-    async for piece in pieces:
-        if piece.key:
-            if place is not None:
-                raise PeerFault("a block ended too early")
-            place = landing.begin(BlockHead(piece.key, piece.length, piece.checksum, piece.model_digest))
-            at = 0
-            if place is None:
-                return
-        if place is None or at + len(piece.data) > len(place) or len(piece.data) > PIECE_BYTES_MAX:
-            raise PeerFault("bytes that belong to no block")
-        place[at : at + len(piece.data)] = piece.data
-        at += len(piece.data)
-        if at == len(place):
-            place = None
-            landing.landed()
-    if place is not None:
-        raise PeerFault("a block ended too early")
 
 
 def _cut(keys: bytes, size: int) -> list[bytes]:

@@ -13,7 +13,7 @@ import grpc
 
 from roundhouse.errors import InvalidInput
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
-from services.kvstore.adapters.grpc_peers import PIECE_BYTES
+from services.kvstore.adapters.fetch_pieces import PIECE_BYTES, fetch_pieces
 from services.kvstore.adapters.lending import lent_runs
 from services.kvstore.adapters.wire_checks import (
     KEYS_MAX,
@@ -154,15 +154,10 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
 
     async def Fetch(self, request: kv_pb2.FetchRequest, context: Any) -> AsyncIterator[kv_pb2.FetchPiece]:
         """Blocks in pieces. Raises InvalidInput."""
-        async with aclosing(self._peers.send(_wanted(request))) as blocks:
-            async for block in blocks:
-                place = block.place
-                for at in range(0, place.length, PIECE_BYTES):
-                    with self._bytes.view(place.offset + at, min(PIECE_BYTES, place.length - at)) as view:
-                        piece = kv_pb2.FetchPiece(data=bytes(view))
-                    if at == 0:
-                        piece.key, piece.length, piece.checksum = place.key, place.length, place.checksum
-                        piece.model_digest = block.model_digest
+        bytes_max = PIECE_BYTES if request.packed else 0
+        async with aclosing(self._peers.send(_wanted(request), bytes_max)) as parts:
+            async for part in parts:
+                for piece in fetch_pieces(part, self._bytes, PIECE_BYTES):
                     yield piece
 
     async def Lend(self, requests: AsyncIterator[kv_pb2.LendRequest], context: Any) -> AsyncIterator[kv_pb2.LentBlocks]:

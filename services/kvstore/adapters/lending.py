@@ -1,10 +1,10 @@
 """The lender's side of `KvStore.Lend`: leases runs of blocks while somebody else reads them out of the arena."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from roundhouse.wire.v1 import kv_pb2
-from services.kvstore.operations.send_blocks import Outgoing, PeerService
+from services.kvstore.operations.send_blocks import Outgoing, PeerService, parts_of
 from services.kvstore.ports import PeerRequest
 
 
@@ -14,23 +14,10 @@ async def lent_runs(
     """Runs of at most `bytes_max`, but one block; the next one once `asked` has a message. Ends when `asked` does."""
     async with aclosing(peers.lend(wanted)) as runs:
         async for run in runs:
-            for part in _parts(run.blocks, bytes_max):
+            for part in parts_of(run.blocks, bytes_max):
                 yield kv_pb2.LentBlocks(incarnation=incarnation, blocks=[_lent(block) for block in part])
                 if await anext(asked, None) is None:
                     return
-
-
-def _parts(blocks: Sequence[Outgoing], bytes_max: int) -> Iterator[list[Outgoing]]:
-    part: list[Outgoing] = []
-    room = bytes_max
-    for block in blocks:
-        if part and block.place.length > room:
-            yield part
-            part, room = [], bytes_max
-        part.append(block)
-        room -= block.place.length
-    if part:
-        yield part
 
 
 def _lent(block: Outgoing) -> kv_pb2.LentBlock:

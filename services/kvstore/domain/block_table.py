@@ -115,6 +115,11 @@ class BlockTable:
         block = self._forest.find(key)
         return block.model_digest if block is not None else b""
 
+    def was_used(self, key: bytes) -> bool:
+        """Whether a block was found by another request than the one that brought it here."""
+        block = self._forest.find(key)
+        return block is not None and block.uses > 0
+
     def places_of(self, salt: bytes) -> list[BlockPlace]:
         """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
         return self._forest.places_of(salt)

@@ -6,7 +6,7 @@ counts as no use: the copy over there is the one that is used. Decision: docs/de
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -38,6 +38,20 @@ class LentRun:
     blocks: tuple[Outgoing, ...]
 
 
+def parts_of(blocks: Sequence[Outgoing], bytes_max: int) -> Iterator[Sequence[Outgoing]]:
+    """Blocks in order, cut into parts of at most `bytes_max`, but one block."""
+    part: list[Outgoing] = []
+    room = bytes_max
+    for block in blocks:
+        if part and block.place.length > room:
+            yield part
+            part, room = [], bytes_max
+        part.append(block)
+        room -= block.place.length
+    if part:
+        yield part
+
+
 @dataclass(frozen=True, slots=True)
 class SendCounts:
     """Blocks given to peers since the start; chains held now."""
@@ -55,14 +69,14 @@ class PeerService:
         self._holds = HoldBook(table)
         self._counts = SendCounts()
 
-    async def send(self, request: PeerRequest) -> AsyncGenerator[Outgoing, None]:
-        """As `lend`, one block after the other; each is leased until the next is wanted."""
+    async def send(self, request: PeerRequest, bytes_max: int = 0) -> AsyncGenerator[Sequence[Outgoing], None]:
+        """As `lend`, in parts of at most `bytes_max`, but one block; each is leased until the next is wanted."""
         async with aclosing(self.lend(request)) as runs:
             async for run in runs:
-                for block in run.blocks:
+                for part in parts_of(run.blocks, bytes_max):
                     if not self._table.is_open(run.lease_id):
                         return
-                    yield block
+                    yield part
 
     async def lend(self, request: PeerRequest) -> AsyncGenerator[LentRun, None]:
         """Runs of a chain in order until a block is not here within `wait_ms`; each is leased until the next is wanted.

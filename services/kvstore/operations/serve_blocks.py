@@ -8,6 +8,7 @@ docs/decisions/0057-one-checksum.md.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import xxhash
 
@@ -59,12 +60,13 @@ class BlockService:
         self._clock = clock
 
     def acquire(
-        self, salt: bytes, keys: Sequence[bytes], holder: Holder, shared: Shared = NOTHING_SHARED
+        self, salt: bytes, keys: Sequence[bytes], holder: Holder, shared: Shared = NOTHING_SHARED, hold: str = ""
     ) -> Acquired | Missed:
-        """Lease the longest stored run of `keys` to a reader."""
+        """Lease the longest stored run of `keys` to a reader. What came here for its `hold` has no second use by it."""
         outcome = self._table.acquire(salt, keys, holder, self._now(), shared)
         if self._disk is not None and isinstance(outcome, Acquired):
-            self._disk.note_used([block.key for block in outcome.blocks])
+            found = [block.key for block in outcome.blocks]
+            self._disk.note_used(found if not hold else list(takewhile(self._table.was_used, found)))
         return outcome
 
     async def acquire_waiting(self, wanted: Wanted, holder: Holder, wait_ms: int) -> Acquired | Missed:
@@ -75,7 +77,7 @@ class BlockService:
             await self.promote(wanted.salt, wanted.keys, wait_ms, wanted.shared)
             if self._peers is not None:
                 await self._peers.fetch(wanted, max(1, until_ms - self._now()))
-        return self.acquire(wanted.salt, wanted.keys, holder, wanted.shared)
+        return self.acquire(wanted.salt, wanted.keys, holder, wanted.shared, wanted.hold)
 
     async def bring(self, wanted: Wanted, wait_ms: int) -> int:
         """Have a chain that peers are computing come here as it is computed; how many blocks of it are here then."""

@@ -134,6 +134,21 @@ async def test_what_was_never_used_is_not_written(node: Node) -> None:
     assert node.disk.counts().written == 0
 
 
+async def test_a_handed_over_prompt_is_written_once_another_request_has_used_it(node: Node) -> None:
+    """Who has the blocks brought here, and reads them, is one user: the decoding node's disk and core are spared."""
+    keys = chain("a", 3)
+    await node.store(keys)
+    claimed = await node.service.acquire_waiting(Wanted(SALT, tuple(keys), hold="request-1/1"), HOLDER, 0)
+    assert isinstance(claimed, Acquired)
+    await node.disk.write_turn()
+    assert node.disk.counts().written == 0
+    node.clock.advance(2_000)
+    again = await node.service.acquire_waiting(Wanted(SALT, tuple(keys[:2]), hold="request-2/1"), HOLDER, 0)
+    assert isinstance(again, Acquired)
+    await node.disk.write_turn()
+    assert node.disk.counts().written == 2
+
+
 async def test_a_session_that_goes_on_has_earned_its_new_blocks(node: Node) -> None:
     """The first 2 blocks were used; the third continues them, so it is written though nobody used it yet."""
     keys = chain("a", 3)

@@ -28,8 +28,8 @@ class Node:
     async def sent(self, keys: list[bytes], salt: bytes = SALT, skip: int = 0, hold: str = "") -> list[bytes]:
         """Keys that a peer without patience gets."""
         request = PeerRequest(salt, tuple(keys), skip, 0, hold=hold)
-        async with aclosing(self.peers.send(request)) as blocks:
-            return [block.place.key async for block in blocks]
+        async with aclosing(self.peers.send(request)) as parts:
+            return [block.place.key async for part in parts for block in part]
 
     async def hold(self, keys: list[bytes], salt: bytes = SALT, wait_ms: int = 0) -> int:
         """Blocks that are held under `HANDLE`."""
@@ -56,7 +56,7 @@ async def test_a_sender_waits_for_blocks_that_are_being_computed() -> None:
     store(node.table, keys[:2])
     request = PeerRequest(SALT, tuple(keys), 0, 5_000, hold="request-1/1")
     async with aclosing(node.peers.send(request)) as blocks:
-        assert [(await anext(blocks)).place.key for _ in range(2)] == keys[:2]
+        assert [(await anext(blocks))[0].place.key for _ in range(2)] == keys[:2]
         third = asyncio.ensure_future(anext(blocks))
         await asyncio.sleep(0)
         assert not third.done()
@@ -64,7 +64,18 @@ async def test_a_sender_waits_for_blocks_that_are_being_computed() -> None:
         assert isinstance(reserved, Reserved)
         await node.service.commit(reserved.lease_id, {keys[2]: 1})
         async with asyncio.timeout(30):
-            assert (await third).place.key == keys[2]
+            assert (await third)[0].place.key == keys[2]
+
+
+async def test_small_blocks_come_in_parts_of_a_size() -> None:
+    """5 blocks, 2 to a part that has room for two and a half; the lease ends with the last one."""
+    node, keys = Node(), chain("a", 5)
+    store(node.table, keys)
+    request = PeerRequest(SALT, tuple(keys), 0, 0)
+    async with aclosing(node.peers.send(request, bytes_max=5 * node.table.usage(SALT)[1] // 10)) as parts:
+        found = [[block.place.key for block in part] async for part in parts]
+    assert found == [keys[:2], keys[2:4], keys[4:]]
+    assert (node.service.statistics().leases, node.peers.counts().sent) == (0, 5)
 
 
 async def test_a_receiver_that_leaves_holds_nothing() -> None:
@@ -151,7 +162,7 @@ async def test_what_a_peer_waits_for_is_held_as_it_is_stored() -> None:
     store(node.table, keys[:2])
     request = PeerRequest(SALT, tuple(keys), 0, 5_000, hold=HANDLE.client_id)
     async with aclosing(node.peers.send(request)) as blocks:
-        assert [(await anext(blocks)).place.key for _ in range(2)] == keys[:2]
+        assert [(await anext(blocks))[0].place.key for _ in range(2)] == keys[:2]
         third = asyncio.ensure_future(anext(blocks))
         await asyncio.sleep(0)
         assert node.peers.counts().holds == 1
@@ -162,6 +173,6 @@ async def test_what_a_peer_waits_for_is_held_as_it_is_stored() -> None:
         assert isinstance(reserved, Reserved)
         await node.service.commit(reserved.lease_id, {chain("news", 1)[0]: 1})
         async with asyncio.timeout(30):
-            assert [(await third).place.key, (await anext(blocks)).place.key] == keys[2:]
+            assert [(await third)[0].place.key, (await anext(blocks))[0].place.key] == keys[2:]
         assert [block async for block in blocks] == []
     assert (node.peers.counts().holds, node.service.statistics().leases) == (0, 0)
