@@ -117,14 +117,14 @@ def nothing() -> None:
 def admin_get(mesh: Mesh, path: str, **parameters: str) -> dict[str, Any]:
     """One read of the admin API."""
     headers = {"Authorization": f"Bearer {mesh.admin_key}"}
-    answer = httpx.get(f"{mesh.admin_url}/admin/v1{path}", params=parameters, headers=headers, timeout=10)
+    answer = httpx.get(f"{mesh.admin_url}/admin/v1{path}", params=parameters, headers=headers, timeout=60)
     assert answer.is_success, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
 def ledger_rows(
-    mesh: Mesh, tenant: str, wanted: set[str], *, within_s: float = 15.0, since_ms: int = 0
+    mesh: Mesh, tenant: str, wanted: set[str], *, within_s: float = 60.0, since_ms: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Ledger rows by request id, once all of `wanted` are there. Raises TimeoutError naming the missing ones.
 

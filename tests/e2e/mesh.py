@@ -72,7 +72,7 @@ class Mesh:
             return f"{part} does not run"
         return next(known for known in self._cluster.plan.parts if known.name == part).ready()
 
-    def wait_ready(self, within_s: float = 30.0) -> None:
+    def wait_ready(self, within_s: float = 120.0) -> None:
         """Wait until every part is ready. Raises TimeoutError with the reason."""
         for part in self._cluster.plan.parts:
             wait_until(lambda name=part.name: self.why_not_ready(name), within_s=within_s)  # type: ignore[misc]

@@ -61,7 +61,7 @@ async def test_the_bus_comes_back(fragile: Mesh, store_kept: bool) -> None:
     before = await usage_of(fragile, "globex")
     async with client_of(fragile, "globex") as client:
         await client.chat.completions.create(model="tiny-1", messages=HELLO, max_tokens=4)
-    before = await settled(fragile, "globex", before["requests"] + 1, 15)
+    before = await settled(fragile, "globex", before["requests"] + 1, 60)
     fragile.kill("nats")
     await asyncio.sleep(5)  # the case's own pause: time for every client library to notice and to back off
     assert fragile.why_not_ready("metering") is not None
@@ -69,11 +69,11 @@ async def test_the_bus_comes_back(fragile: Mesh, store_kept: bool) -> None:
     if not store_kept:
         shutil.rmtree(fragile.home.data / "nats")
     await asyncio.to_thread(fragile.restart, "nats")
-    async with asyncio.timeout(15), client_of(fragile, "globex") as client:
+    async with asyncio.timeout(60), client_of(fragile, "globex") as client:
         await asyncio.to_thread(fragile.wait_ready)
         calls = [client.chat.completions.create(model="tiny-1", messages=HELLO, max_tokens=4) for _ in range(10)]
         answers = await asyncio.gather(*calls)
-        after = await settled(fragile, "globex", before["requests"] + 10, 15)
+        after = await settled(fragile, "globex", before["requests"] + 10, 60)
     tokens = sum(answer.usage.completion_tokens for answer in answers if answer.usage)
     assert after["requests"] == before["requests"] + 10
     assert after["output_tokens"] == before["output_tokens"] + tokens

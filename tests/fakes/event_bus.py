@@ -115,4 +115,4 @@ class _FakeSubscription:
         if self._listener in self._listeners:
             self._listeners.remove(self._listener)
         if self._listener.tasks:
-            await asyncio.wait(set(self._listener.tasks), timeout=5)
+            await asyncio.wait(set(self._listener.tasks), timeout=60)

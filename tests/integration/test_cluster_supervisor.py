@@ -37,7 +37,7 @@ def failing_part(name: str, folder: Path) -> Part:
 
 async def seen(events: list[PartEvent], part: str, phase: Phase, times: int = 1) -> None:
     """Wait until the event came `times` times."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while [(event.part, event.phase) for event in events].count((part, phase)) < times:  # noqa: ASYNC110 - a plain callback fills it
             await asyncio.sleep(0.02)
 

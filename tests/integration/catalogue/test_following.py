@@ -118,7 +118,7 @@ async def test_a_store_that_lost_its_memory_gets_the_catalogue_back(
         valkey_server.restart()
         redis = open_redis(url)
         await redis.flushall()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not await redis.exists(CATALOGUE_KEY):  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.05)
         await redis.aclose()

@@ -104,7 +104,7 @@ async def running_gateway(
         outbox_dir.cleanup()
 
 
-async def until(true: Callable[[], bool], *, within_s: float = 10) -> None:
+async def until(true: Callable[[], bool], *, within_s: float = 60) -> None:
     """Wait for something that real servers do in their own time."""
     async with asyncio.timeout(within_s):
         while not true():  # noqa: ASYNC110 - there is no event to wait for across processes

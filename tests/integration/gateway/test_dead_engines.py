@@ -52,7 +52,7 @@ async def test_a_dead_engine_is_found_and_a_slow_one_is_left_alone(triton: Trito
     checkpoint = random_checkpoint(tmp_path / "tiny")
     server.load(EngineSpec("reference", "tiny", str(checkpoint), kv_pool_tokens=256))
     slow = asyncio.create_task(read(nodes, places["slow"], 2))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(InstanceBroken):
             await read(nodes, places["dies"], 20)
         with pytest.raises(InstanceBroken):

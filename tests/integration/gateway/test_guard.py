@@ -51,7 +51,7 @@ PUBLIC = {("/health/live", "GET"), ("/health/ready", "GET"), ("/health/live", "H
 
 def status(gateway: RunningGateway, method: str, path: str, key: str | None = None) -> int:
     """The status of one call, sent exactly as written."""
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.addresses.http, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.addresses.http, timeout=60)
     try:
         connection.putrequest(method, path, skip_accept_encoding=True)
         connection.putheader("content-length", "2")
@@ -179,10 +179,10 @@ async def grpc_code(stub: Any, method: Any, key: str | None) -> grpc.StatusCode 
     metadata = None if key is None else (("authorization", f"Bearer {key}"),)
     try:
         if method.server_streaming:
-            async for _ in getattr(stub, method.name)(iter([request]), metadata=metadata, timeout=5):
+            async for _ in getattr(stub, method.name)(iter([request]), metadata=metadata, timeout=60):
                 pass
         else:
-            await getattr(stub, method.name)(request, metadata=metadata, timeout=5)
+            await getattr(stub, method.name)(request, metadata=metadata, timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return None

@@ -132,7 +132,7 @@ async def test_a_held_load_is_unavailable_with_a_delay(gateway: RunningGateway, 
     gateway.scheduler.accepted = wire.Accepted(cold=True)
     metadata = (("authorization", f"Bearer {KEYS['t1']}"), ("x-request-deadline-ms", "300"))
     with pytest.raises(grpc.RpcError) as raised:
-        await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=5, metadata=metadata)
+        await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=60, metadata=metadata)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     headers = {"x-request-deadline-ms": "300"}
     answer = await rest(gateway, "/v2/models/scorer/infer", {"inputs": [ONE_INPUT]}, **headers)
@@ -144,7 +144,7 @@ async def test_a_deadline_in_the_queue_is_deadline_exceeded(gateway: RunningGate
     gateway.scheduler.grants_at_once = False
     metadata = (("authorization", f"Bearer {KEYS['t1']}"), ("x-request-deadline-ms", "300"))
     with pytest.raises(grpc.RpcError) as raised:
-        await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=5, metadata=metadata)
+        await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=60, metadata=metadata)
     assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -223,7 +223,7 @@ async def test_a_stream_of_calls_goes_on_after_a_wrong_one(gateway: RunningGatew
     async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.addresses.grpc}") as channel:
         stub = kserve_grpc.GRPCInferenceServiceStub(channel)
         calls = [request_of(), request_of(raw=b"short"), request_of()]
-        replies = [reply async for reply in stub.ModelStreamInfer(iter(calls), metadata=metadata, timeout=10)]
+        replies = [reply async for reply in stub.ModelStreamInfer(iter(calls), metadata=metadata, timeout=60)]
     assert [bool(reply.error_message) for reply in replies] == [False, True, False]
     assert replies[2].infer_response.raw_output_contents[0] == VALUES.tobytes()
     await gateway.usage(2)
@@ -233,7 +233,7 @@ async def test_a_limit_is_resource_exhausted_with_its_delay(gateway: RunningGate
     """Case B12 over gRPC: RESOURCE_EXHAUSTED carries RetryInfo."""
     gateway.catalogue.replace(catalogue(limits=Limits(requests_per_minute=1)))
     metadata = (("authorization", f"Bearer {KEYS['t1']}"),)
-    await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=5, metadata=metadata)
+    await asyncio.to_thread(stub.ModelInfer, request_of(), timeout=60, metadata=metadata)
     error = await grpc_status(stub, request_of())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     [detail] = rpc_status.from_call(error).details

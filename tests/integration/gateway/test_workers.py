@@ -18,7 +18,7 @@ LONG_S = 60
 def answers(port: int, path: str = "/health/live") -> str | None:
     """None when the port answers."""
     try:
-        httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False, timeout=5)
+        httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False, timeout=30)
     except httpx.HTTPError as error:
         return str(error) or type(error).__name__
     return None

@@ -20,15 +20,15 @@ LEASE_MS = 1_500
 def main(address: str, salt: str, leased: str, reserved: str) -> None:
     """Take, half-write, report, wait to be killed."""
     stub = kv_pb2_grpc.KvStoreStub(grpc.insecure_channel(address))
-    arena = stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=5)
+    arena = stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=60)
     lease = kv_pb2.AcquirePrefixRequest(
         salt=bytes.fromhex(salt), keys=from_hex(leased), client_id="doomed", lease_ms=LEASE_MS
     )
     reservation = kv_pb2.ReserveBlocksRequest(
         salt=bytes.fromhex(salt), keys=from_hex(reserved), length=4096, client_id="doomed", lease_ms=LEASE_MS
     )
-    prefix = stub.AcquirePrefix(lease, timeout=5)
-    slots = stub.ReserveBlocks(reservation, timeout=5).slots
+    prefix = stub.AcquirePrefix(lease, timeout=60)
+    slots = stub.ReserveBlocks(reservation, timeout=60).slots
     with Path(arena.path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[slots[0].offset : slots[0].offset + 2048] = b"h" * 2048
         sys.stdout.write(f"{len(prefix.blocks)} {len(slots)}\n")

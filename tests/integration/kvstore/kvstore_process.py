@@ -111,13 +111,13 @@ class KvStoreProcess:
         """SIGKILL, as in a crash. Idempotent."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(READY_S)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         assert self._process is not None
         self._process.terminate()
-        return self._process.wait(10)
+        return self._process.wait(READY_S)
 
     def close(self) -> None:
         """Nothing is left."""
@@ -126,7 +126,7 @@ class KvStoreProcess:
 
     def statistics(self) -> kv_pb2.Statistics:
         """Counts now."""
-        return self.stub.GetStatistics(kv_pb2.GetStatisticsRequest(), timeout=5)
+        return self.stub.GetStatistics(kv_pb2.GetStatisticsRequest(), timeout=READY_S)
 
     def flip_byte(self, offset: int) -> None:
         """What a broken memory bar does."""
@@ -141,7 +141,7 @@ class KvStoreProcess:
     def ops(self, path: str) -> tuple[int, str]:
         """Status and body of an ops page."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}{path}", timeout=5) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}{path}", timeout=READY_S) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -161,7 +161,7 @@ class KvStoreProcess:
         return self._log.read_text()
 
 
-def eventually(holds: object, within_s: float = 10.0) -> None:
+def eventually(holds: object, within_s: float = READY_S) -> None:
     """Ask again until `holds()` is true; AssertionError when the time is over."""
     assert callable(holds)
     until_s = time.monotonic() + within_s

@@ -40,7 +40,7 @@ def engine(with_disk: KvStoreProcess) -> Iterator[KvStoreClient]:
 
 def on_disk(kvstore: KvStoreProcess, salt: bytes) -> int:
     """Blocks of a salt on disk."""
-    counts = kvstore.stub.GetStatistics(kv_pb2.GetStatisticsRequest(salt=salt), timeout=5)
+    counts = kvstore.stub.GetStatistics(kv_pb2.GetStatisticsRequest(salt=salt), timeout=60)
     return int(counts.salt_disk_blocks)
 
 

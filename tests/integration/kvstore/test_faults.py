@@ -80,9 +80,9 @@ def test_a_flipped_byte_is_a_miss_and_the_block_is_dropped(kvstore: KvStoreProce
     """Invariant 11: of 4 blocks the third is wrong: 2 are used, both sides count 1, 2 of 4 stay, and it can be stored
     again."""
     reply = kvstore.stub.AcquirePrefix(
-        kv_pb2.AcquirePrefixRequest(salt=ONE, keys=keys(ONE, 4), client_id="test", lease_ms=1_000), timeout=5
+        kv_pb2.AcquirePrefixRequest(salt=ONE, keys=keys(ONE, 4), client_id="test", lease_ms=1_000), timeout=60
     )
-    kvstore.stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id), timeout=5)
+    kvstore.stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id), timeout=60)
     kvstore.flip_byte(reply.blocks[2].offset + 1_000)
     assert len(found(engine, ONE, keys(ONE, 4))) == 2
     assert engine.flush(10)
@@ -148,7 +148,7 @@ async def test_schedulers_hear_of_blocks_when_nats_comes(nats_server: FaultyServ
         assert client.wait_until_mapped(10)
         store(client, ONE, keys(ONE, 2), blocks(2))
         client.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await told.wait()
         assert [(event.node_id, list(event.stored)) for event in heard] == [("node-1", keys(ONE, 2))]
         await bus.close()

@@ -112,7 +112,7 @@ def test_what_a_killed_engine_held_comes_back_with_its_leases(kvstore: KvStorePr
     assert doomed.stdout is not None
     assert doomed.stdout.readline() == b"2 3\n"
     doomed.kill()
-    doomed.communicate(timeout=10)
+    doomed.communicate(timeout=60)
     held = kvstore.statistics()
     assert (held.leases, held.slots_held, held.slots_leased) == (2, 5, 5)
     assert found(engine, ONE, half_written) == ()
@@ -127,7 +127,7 @@ def test_erasing_a_tenant_drops_its_blocks_only(kvstore: KvStoreProcess, engine:
     """3 blocks of 4,096 bytes go; the other tenant keeps 2."""
     store(engine, ONE, keys(ONE, 3), blocks(3))
     store(engine, TWO, keys(TWO, 2), blocks(2))
-    erased = kvstore.stub.EraseSalt(kv_pb2.EraseSaltRequest(salt=ONE), timeout=5)
+    erased = kvstore.stub.EraseSalt(kv_pb2.EraseSaltRequest(salt=ONE), timeout=60)
     assert (erased.blocks, erased.bytes) == (3, 3 * 4096)
     assert found(engine, ONE, keys(ONE, 3)) == ()
     assert len(found(engine, TWO, keys(TWO, 2))) == 2

@@ -24,7 +24,7 @@ async def test_a_dead_model_leaves_on_order_and_loads_again(
         stream = served.open(name, "hello")
         for _ in range(3):
             await asyncio.to_thread(stream.next)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(20):
             await loader.unload(model, 2, reason="broken")
         assert device(await loader.state()) == (0, 0)
         again = (await loader.load(model, 3))[-1]

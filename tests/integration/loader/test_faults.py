@@ -134,7 +134,7 @@ async def test_a_load_that_hangs_ends_at_its_time_limit(
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         assert device(await loader.state()) == (0, 100)
         assert (await loader.load(other))[-1].state == READY
-        state = await loader.wait_for(lambda state: device(state) == (100, 0), within_s=15)
+        state = await loader.wait_for(lambda state: device(state) == (100, 0), within_s=60)
         found = instance(state, model)
         assert found is not None
         assert found.state == vocabulary_pb2.INSTANCE_STATE_FAILED
@@ -260,7 +260,8 @@ async def test_loads_and_unloads_are_audited(
     bus = await NatsBus.connect(nats_url, name="test")
     try:
         subscription = await bus.jetstream.pull_subscribe("rh.v1.audit.>", stream="AUDIT")
-        events = [events_pb2.AuditEvent.FromString(m.data) for m in await subscription.fetch(3, timeout=3)]
+        messages = [message for _ in range(3) for message in await subscription.fetch(1, timeout=30)]
+        events = [events_pb2.AuditEvent.FromString(message.data) for message in messages]
     finally:
         await bus.close()
     assert [(event.what, event.subject, event.reason) for event in events] == [
@@ -295,7 +296,7 @@ async def kept_state(url: str) -> loading_pb2.NodeState:
     """The node's state in the bucket, as soon as it is there."""
     bus = await NatsBus.connect(url, name="test")
     try:
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     bucket = await bus.jetstream.key_value(NODES_BUCKET)

@@ -70,12 +70,12 @@ class MeteringProcess:
 
     def get(self, path: str, **parameters: str) -> Any:
         """The JSON that a query answers."""
-        answer = httpx.get(f"http://127.0.0.1:{self.http_port}{path}", params=parameters, timeout=5)
+        answer = httpx.get(f"http://127.0.0.1:{self.http_port}{path}", params=parameters, timeout=60)
         return answer.json()
 
     def metrics(self) -> str:
         """The Prometheus page."""
-        return httpx.get(f"http://127.0.0.1:{self.ops_port}/metrics", timeout=5).text
+        return httpx.get(f"http://127.0.0.1:{self.ops_port}/metrics", timeout=60).text
 
     def log(self) -> str:
         """What it logged."""

@@ -81,7 +81,7 @@ async def test_the_example_consumer_is_killed_again_and_again_and_owes_the_ledge
         await publish_all(publisher, ledger)
         await asyncio.sleep(chance.uniform(0.3, 0.9))  # the point of the kill: it starts in about half a second
         running.kill()
-        running.wait(10)
+        running.wait(60)
     await lose_stream(bus)
     assert await publisher.catch_up() == ROWS
     await publish_all(publisher, ledger)

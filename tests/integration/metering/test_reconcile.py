@@ -69,7 +69,7 @@ async def test_injected_differences_are_reported_exactly(
     ]
 
     erase = f"http://127.0.0.1:{metering.http_port}/v1/tenants/t1/erase"
-    assert (await asyncio.to_thread(httpx.post, erase, timeout=10)).json()["rows"] == 11
+    assert (await asyncio.to_thread(httpx.post, erase, timeout=60)).json()["rows"] == 11
     assert await asyncio.to_thread(found, metering, since_ms) == [], "what was removed on purpose is not missed"
 
 
