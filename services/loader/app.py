@@ -43,6 +43,7 @@ from services.loader.operations.caches import CacheTiers
 from services.loader.operations.describe import Identity
 from services.loader.operations.ensure import Orders
 from services.loader.operations.leaks import LOOK_MS, LeakWatch
+from services.loader.operations.leavers import Leavers
 from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.node import Node
 from services.loader.operations.perform import Parts, Performer
@@ -119,7 +120,8 @@ class _Loader:
         stack.callback(self._arena.close)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         steps = Steps(self.node, self._clock, tasks)
-        caches = CacheTiers(self.node, steps, self._cache, self._arena, self._stagings, self._clock)
+        leavers = Leavers(self.node, self._audit, self._measurements, self._clock)
+        caches = CacheTiers(self.node, steps, self._cache, self._arena, self._stagings, leavers, self._clock)
         processes = StubProcesses(int(self._settings.triton_grpc.rpartition(":")[2]))
         parts = Parts(
             self._control,

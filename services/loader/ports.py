@@ -336,7 +336,7 @@ class NodeMemory(Protocol):
 class AuditNote:
     """One entry of the audit stream."""
 
-    what: str  # "load", "load-failed", "unload", "lost"
+    what: str  # "load", "load-failed", "unload", "evict" (from disk or host), "lost", …
     version: ModelVersion | None  # None = the node as a whole
     reason: str
     details: Mapping[str, str] = field(default_factory=dict)
@@ -375,6 +375,10 @@ class Measurements(Protocol):
 
     def unloaded(self, reason: str) -> None:
         """One instance left: "evicted", "ordered", "failed", "lost", "unknown"."""
+        ...
+
+    def evicted(self, tier: str) -> None:
+        """A version left "disk" or "host" so that another fits."""
         ...
 
     def tiers(self, state: loading_pb2.NodeState) -> None:

@@ -20,6 +20,7 @@ from services.loader.operations.adapters import Adapters
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
 from services.loader.operations.leaks import LeakWatch
+from services.loader.operations.leavers import Leavers
 from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.node import Node
 from services.loader.operations.perform import Parts, Performer
@@ -86,6 +87,7 @@ class KeptMeasurements:
 
     loads: list[tuple[str, str]] = field(default_factory=list)
     unloads: list[str] = field(default_factory=list)
+    evictions: list[str] = field(default_factory=list)
     unfreed: list[int] = field(default_factory=list)
     grown: dict[str, int] = field(default_factory=dict)
     recycled: int = 0
@@ -100,6 +102,10 @@ class KeptMeasurements:
     def unloaded(self, reason: str) -> None:
         """See `Measurements.unloaded`."""
         self.unloads.append(reason)
+
+    def evicted(self, tier: str) -> None:
+        """See `Measurements.evicted`."""
+        self.evictions.append(tier)
 
     def tiers(self, state: loading_pb2.NodeState) -> None:
         """See `Measurements.tiers`."""
@@ -274,7 +280,8 @@ async def small_node(
     async with asyncio.TaskGroup() as tasks:
         steps, stagings = Steps(node, clock, tasks), Stagings(clock, STALL_MS)
         gauge = ProgressGauge(node, stagings, clock)
-        caches = CacheTiers(node, steps, cache, arena, stagings, clock)
+        leavers = Leavers(node, audit, measurements, clock)
+        caches = CacheTiers(node, steps, cache, arena, stagings, leavers, clock)
         parts = Parts(control, library, audit, measurements, processes, inventory, clock, LOAD_TIMEOUT_MS)
         steps.performed_by(Performer(node, steps, caches, parts).perform)
         recollection = Recollection(node, remembered)

@@ -52,7 +52,12 @@ _unloads = Counter(
     ["reason"],
     registry=telemetry.REGISTRY,
 )
-
+_evictions = Counter(
+    "roundhouse_loader_evictions",
+    "Versions that left disk or host memory so that another fits; from devices see roundhouse_loader_unloads.",
+    ["tier"],
+    registry=telemetry.REGISTRY,
+)
 _devices = Gauge(
     "roundhouse_loader_device_bytes",
     "Bytes of a device: its capacity, what is resident, what is reserved.",
@@ -99,6 +104,10 @@ class PrometheusMeasurements:
     def unloaded(self, reason: str) -> None:
         """See `Measurements.unloaded`."""
         _unloads.labels(reason).inc()
+
+    def evicted(self, tier: str) -> None:
+        """See `Measurements.evicted`."""
+        _evictions.labels(tier).inc()
 
     def tiers(self, state: loading_pb2.NodeState) -> None:
         """See `Measurements.tiers`."""

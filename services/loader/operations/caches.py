@@ -22,6 +22,7 @@ from services.loader.domain.memory_ledger import NoRoom
 from services.loader.domain.rates import Way
 from services.loader.domain.staging_priority import Priority
 from services.loader.operations.admission import check_disk, pieces_of
+from services.loader.operations.leavers import Leavers
 from services.loader.operations.node import Node, Weights
 from services.loader.operations.staging import Staging, Stagings
 from services.loader.operations.steps import Steps
@@ -47,13 +48,21 @@ class CacheTiers:
     """The only writer of the disk and host accounts."""
 
     def __init__(
-        self, node: Node, steps: Steps, cache: WeightCache, arena: WeightArena, stagings: Stagings, clock: Clock
+        self,
+        node: Node,
+        steps: Steps,
+        cache: WeightCache,
+        arena: WeightArena,
+        stagings: Stagings,
+        leavers: Leavers,
+        clock: Clock,
     ) -> None:
         self._node = node
         self._steps = steps
         self._cache = cache
         self._arena = arena
         self._stagings = stagings
+        self._leavers = leavers
         self._clock = clock
         self._removing = asyncio.Lock()
         """Held while files are deleted and while one looks which are there: neither may see half of the other."""
@@ -160,6 +169,7 @@ class CacheTiers:
         evicted = check_disk(self._node, digest, pieces, self._stagings.digests())
         ledger = self._node.disk.reserve(digest, pieces, evicted)
         assert isinstance(ledger, ContentLedger), "what was chosen is enough"
+        self._leavers.leave_disk(evicted, digest)
         self._node.disk = ledger
         for other in evicted:
             self._gone_from_disk(other)
@@ -205,6 +215,7 @@ class CacheTiers:
         settled = self._node.host.settle(digest, pieces, self._unused_in_host())
         if not isinstance(settled, Settled):
             return
+        self._leavers.leave_host(settled.evicted, digest)
         await self._record_without(settled.evicted)
         missing = [piece for piece in pieces if piece.key not in self._node.host.ranges]  # also what went with them
         again = self._node.host.settle(digest, pieces, [])

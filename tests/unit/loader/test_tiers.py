@@ -96,6 +96,24 @@ async def test_a_shared_range_that_goes_with_its_holder_is_read_again(node: Smal
     assert places == {(held[file.sha256].offset, file.size) for file in TUNED[1].files}
 
 
+@on_a_small_node(*TUNED, host_bytes=350, disk_bytes=400)
+async def test_who_leaves_host_memory_or_the_disk_is_told_with_the_reason(node: SmallNode) -> None:
+    """Two share 300 and have 50 of their own. The disk of 400 keeps both; host memory of 350 only one: the first leaves
+    it 2 s after its last use. A third of the same kind then takes the place of the first on disk, and so of the second
+    in host memory."""
+    await node.stage(TUNED[0])
+    await asyncio.sleep(2)
+    await node.stage(TUNED[1])
+    notes = [note for note in node.audit.notes if note.what == "evict"]
+    left = {"tier": "host", "digest": TUNED[0].digest, "made_room_for": TUNED[1].digest}
+    assert [note.version for note in notes] == [version_of(TUNED[0])]
+    assert notes[0].details == {**left, "bytes": "350", "bytes_freed": "350", "idle_ms": "2000"}
+    await node.stage(TUNED[2])
+    told = [(note.details["tier"], note.details["digest"]) for note in node.audit.notes if note.what == "evict"]
+    assert told == [("host", TUNED[0].digest), ("disk", TUNED[0].digest), ("host", TUNED[1].digest)]
+    assert node.measurements.evictions == ["host", "disk", "host"]
+
+
 @on_a_small_node(*TUNED)
 async def test_a_range_that_another_one_fills_is_waited_for(node: SmallNode) -> None:
     """Invariant 10: both share 300; the second is in host memory only once what the first one reads is."""

@@ -1,0 +1,48 @@
+"""Tells who left the disk or host memory so that something else fits: counted, and in the audit stream with the reason.
+
+Both tiers let go of what nobody uses, least recently used first; `CacheTiers` chooses, this only says it.
+"""
+
+from collections.abc import Sequence
+
+from roundhouse.clock import Clock
+from roundhouse.vocabulary import Digest
+from services.loader.domain.contents import ContentLedger
+from services.loader.operations.node import Node
+from services.loader.ports import AuditNote, AuditTrail, Measurements
+
+REASON = "nobody used it, and it was used least recently"
+
+
+class Leavers:
+    """See the module."""
+
+    def __init__(self, node: Node, audit: AuditTrail, measurements: Measurements, clock: Clock) -> None:
+        self._node = node
+        self._audit = audit
+        self._measurements = measurements
+        self._clock = clock
+
+    def leave_disk(self, digests: Sequence[Digest], heir: Digest) -> None:
+        """These go from the disk for `heir`; to be told while the account still has them."""
+        for digest in digests:
+            self._tell("disk", digest, heir, self._node.disk, self._node.disk_used_ms.get(digest, 0))
+
+    def leave_host(self, digests: Sequence[Digest], heir: Digest) -> None:
+        """These go from host memory for `heir`; to be told while the account still has them."""
+        for digest in digests:
+            self._tell("host", digest, heir, self._node.host.ledger, self._node.host_used_ms.get(digest, 0))
+
+    def _tell(self, tier: str, digest: Digest, heir: Digest, ledger: ContentLedger, used_ms: int) -> None:
+        self._measurements.evicted(tier)
+        version = next((home.instance.version for home in self._node.sharing(digest)), None)
+        held = [ledger.pieces[key] for key in ledger.contents[digest]]
+        details = {
+            "tier": tier,
+            "digest": digest,
+            "made_room_for": heir,
+            "bytes": str(sum(piece.size for piece in held)),
+            "bytes_freed": str(sum(piece.size for piece in held if piece.holders == {digest})),
+            "idle_ms": str(max(0, self._clock.now_ms() - used_ms)),
+        }
+        self._audit.record(AuditNote("evict", version, REASON, details))
