@@ -159,6 +159,11 @@ class Running:
         """Tokens known but not yet run through the model: 1 while decoding."""
         return len(self.token_ids) - self.computed
 
+    @property
+    def decodes(self) -> bool:
+        """Whether its tokens come one after the other: it has had its first one here."""
+        return self.first_token_s is not None
+
     def timings(self, now_s: float) -> Timings:
         """Where the time went up to `now_s`."""
         first = self.first_token_s if self.first_token_s is not None else now_s

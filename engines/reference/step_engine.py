@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engines.reference.decoder import Decoder, Segment
 from engines.reference.kv_cache import BlockStore, NoBlockStore
+from engines.reference.pacing import Pace, tokens_at_once
 from engines.reference.paged_kv import BLOCK_TOKENS, blocks_for
 from engines.reference.sampler import Choice, NumericFault, top_logprobs
 from engines.reference.sequence import (
@@ -32,7 +33,6 @@ from engines.reference.sequence import (
 from engines.reference.text_stream import TextPiece
 from engines.reference.token_bytes import TokenText
 
-IMPORT_BYTES_A_STEP = 8 << 20  # about 2 ms of copying and checking, as long as a decode step of a small model
 OFFER_BLOCKS = 8  # generated blocks handed over at once: as many as a chunk of a prompt makes, copied in one step
 PREFILL_WEIGHT = 0.2  # of one prompt in the moving average: about the last five
 
@@ -62,6 +62,7 @@ class StepEngine:
         self._endings = frozenset(decoder.config.eos_token_ids)
         self._waiting: deque[tuple[GenerationRequest, float]] = deque()
         self._running: list[Running] = []
+        self._pace = Pace()
         self.prefill_ms_a_token = 0.0  # moving average; 0 = nothing measured yet. Read by the intake
 
     @property
@@ -95,8 +96,12 @@ class StepEngine:
         planned = self._plan()
         if not planned:
             return []
+        began_s = self._clock()
         with np.errstate(all="ignore"):  # broken weights give NaN, which the sampler reports for its own request
-            return self._compute(planned)
+            events = self._compute(planned)
+        if all(running.decodes and len(segment.token_ids) == 1 for running, segment in planned):
+            self._pace.decoded((self._clock() - began_s) * 1000)
+        return events
 
     def fail_all(self, error: str) -> list[Event]:
         """Give up everything that runs, after a fault that belongs to no single request."""
@@ -129,10 +134,12 @@ class StepEngine:
 
     def _import_some(self) -> None:
         """Copy what the block store had, some of it in each step, so that nobody's next token waits for much of it."""
-        budget = IMPORT_BYTES_A_STEP
+        budget = self._pace.import_bytes(beside_streams=self._is_beside_streams())
         for running in self._running:
-            if running.importing and budget > 0:
+            if running.importing:
                 budget -= self._import_prefix(running, budget)
+                if budget <= 0:
+                    return
 
     def _import_prefix(self, running: Running, budget: int) -> int:
         """Copy blocks of about `budget` bytes; returns how many bytes. Always leaves a token to compute."""
@@ -150,14 +157,18 @@ class StepEngine:
             running.computed = running.cached_tokens = right * BLOCK_TOKENS
         return (stop - first) * self._decoder.pool.shape.nbytes
 
+    def _is_beside_streams(self) -> bool:
+        return any(running.decodes for running in self._running)
+
     def _plan(self) -> list[tuple[Running, Segment]]:
         """One token for each decoding request; the prompts share the chunk budget in order of arrival."""
         budget = self._limits.prefill_chunk_tokens
         planned: list[tuple[Running, Segment]] = []
+        beside = self._is_beside_streams()
         for running in self._running:
             if running.importing:
                 continue
-            count = running.uncomputed
+            count = tokens_at_once(running.uncomputed, found=running.cached_tokens > 0, beside_streams=beside)
             if count > 1 or not running.generated:
                 count = min(count, budget)
                 budget -= count

@@ -19,6 +19,7 @@ from engines.reference.intake import CallInputs, accept_call, await_prefix
 from engines.reference.kv_cache import BlockArray, BlockSpace, CachedPrefix
 from engines.reference.kvstore_client import KvStoreClient
 from engines.reference.loaded_model import LoadedModel
+from engines.reference.pacing import Pace
 from engines.reference.sequence import Event, GenerationRequest, TokenGenerated
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 from tests.builders.checkpoints import random_checkpoint
@@ -171,7 +172,7 @@ def test_a_stream_gets_a_token_in_every_step_while_a_prefix_is_imported(
     """24 blocks are copied two a step, so 12 steps; the stream beside them gets 12 tokens in these."""
     plain = open_model(folder)
     shape = plain.block_shape
-    monkeypatch.setattr(step_engine, "IMPORT_BYTES_A_STEP", 2 * shape.nbytes)
+    monkeypatch.setattr(Pace, "import_bytes", lambda _self, *, beside_streams: 2 * shape.nbytes)
     found = _Found(tuple(np.zeros(shape.dimensions, np.float32) for _ in range(24)))
     monkeypatch.setattr("engines.reference.loaded_model.open_block_store", lambda parameters, shape: found)
     model = open_model(folder, model_digest="ab" * 32)
@@ -184,6 +185,40 @@ def test_a_stream_gets_a_token_in_every_step_while_a_prefix_is_imported(
         assert len(tokens_of(model, stream)) == 1
         copied.append(model.engine._running[-1].imported_blocks)
     assert copied == list(range(2, 25, 2))
+
+
+def test_what_is_left_of_a_found_prompt_is_computed_a_row_tile_at_a_time_beside_a_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 399 tokens 24 blocks are found: 15 are left. Beside a stream they take 4 steps, 4 + 4 + 4 + 3; alone one."""
+    shape, prompt = open_model(folder).block_shape, [5 + place * 7 % 240 for place in range(24 * 16 + 15)]
+    found = _Found(tuple(np.zeros(shape.dimensions, np.float32) for _ in range(24)))
+    monkeypatch.setattr("engines.reference.loaded_model.open_block_store", lambda parameters, shape: found)
+    monkeypatch.setattr(Pace, "import_bytes", lambda _self, *, beside_streams: 24 * shape.nbytes)
+    steps = []
+    for beside in (True, False):
+        model = open_model(folder, model_digest="ab" * 32)
+        if beside:
+            model.engine.submit(salted(model, [7, 8, 9], 100), 0.0)
+            model.engine.step()
+        other, count = salted(model, prompt, 2), 1
+        model.engine.submit(other, 0.0)
+        while not tokens_of(model, other):
+            count += 1
+        steps.append(count)
+    assert steps == [4, 1]
+
+
+def test_copies_are_a_quarter_of_a_decode_step() -> None:
+    """Steps of 4 ms: 1 ms of copying, 4 MiB. Nothing measured: as little as possible. Alone: up to 8 MiB."""
+    pace = Pace()
+    assert pace.import_bytes(beside_streams=True) == 0
+    pace.decoded(4.0)
+    assert pace.import_bytes(beside_streams=True) == 4 << 20
+    assert pace.import_bytes(beside_streams=False) == 8 << 20
+    for _ in range(200):
+        pace.decoded(100.0)
+    assert pace.import_bytes(beside_streams=True) == 8 << 20
 
 
 class _Reply:
