@@ -1,10 +1,10 @@
 """The kvstore's arena as an engine sees it: mapped once, its blocks written and checked in place.
 
-A writer hashes what it means to write, and then copies: the copy finds the block in the processor's cache, so the
-checksum costs a fifth of the copy. (Measured: whole blocks; in pieces that fit the second-level cache both are slower,
-because large copies go past the caches.) A reader copies first and checks the arena afterwards: bytes that were wrong
-when they were copied are still wrong then, so a lease that ran out, a slot that was given away or a bit that fell over
-is always seen (invariant 11). Not thread-safe for one slot; different slots may be used at once.
+A writer's checksum is of the bytes that it copies, and so is a reader's, in the same pass where the machine can
+(`engines.checked_copy`). A reader that copies by itself, into a layout of its own, does so first and checks the arena
+afterwards: bytes that were wrong when they were copied are still wrong then, so a lease that ran out, a slot that was
+given away or a bit that fell over is always seen (invariant 11). Not thread-safe for one slot; different slots may be
+used at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from engines.checked_copy import checked_copy
 from roundhouse.wire.v1 import kv_pb2
 
 MAP_AHEAD_BYTES_MAX = 1 << 30  # 0.2 s of the caller's time, before the first block
@@ -50,10 +51,7 @@ class MappedArena:
 
     def write(self, offset: int, data: Bytes) -> int:
         """Copy `data` into a slot; the checksum of what should be there now. Raises ValueError outside of the arena."""
-        place = self.view(offset, len(data))
-        checksum = xxhash.xxh3_64_intdigest(data.data)
-        place[:] = data
-        return checksum
+        return checked_copy(self.view(offset, len(data)), data)
 
     def is_right(self, offset: int, length: int, checksum: int) -> bool:
         """Whether a slot holds what its writer meant to write."""
@@ -61,9 +59,7 @@ class MappedArena:
 
     def read(self, offset: int, into: Bytes, checksum: int) -> bool:
         """Copy a slot out; False, with any bytes in `into`, if it does not hold what its writer meant to write."""
-        place = self.view(offset, len(into))
-        into[:] = place
-        return xxhash.xxh3_64_intdigest(place.data) == checksum
+        return checked_copy(into, self.view(offset, len(into))) == checksum
 
 
 def _map_pages(mapped: mmap.mmap) -> None:
