@@ -18,6 +18,7 @@ from roundhouse.errors import Unavailable
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, TenantId
 from services.scheduler.adapters.redis_store import RedisSchedulingStore, pool_prefix
+from services.scheduler.domain.lanes import Account
 from services.scheduler.domain.records import (
     AttemptId,
     Ending,
@@ -292,36 +293,50 @@ class BothStores(RuleBasedStateMachine):
     def same_accounts(self) -> None:
         """Every counter behind the answers is equal, so that no difference stays hidden until later."""
         for version, queues in self.fake.queue(self.pool)._versions.items():
-            real = self.runner.run(self._numbers(f"v:{version}"))
-            assert real.get("pf", 0) == queues.pass_floor_milli
-            assert real.get("rn", 0) == queues.running
-            assert real.get("ra", 0) == queues.average_run_milli
-            assert real.get("ro", 0) == queues.average_output_milli
-            for number, lane in enumerate(queues.lanes.values(), start=1):
-                assert real.get(f"p{number}", 0) == lane.pass_milli
-                accounts = self.runner.run(self._numbers(f"acc:{number}:{version}"))
-                assert accounts.pop("floor", 0) == lane.floor_milli
-                assert accounts.pop("turns", 0) == lane.turns
-                expected = {}
-                for tenant, account in lane.accounts.items():
-                    expected[f"s:{tenant}"] = account.service_milli
-                    expected[f"e:{tenant}"] = account.epoch
-                    expected[f"g:{tenant}"] = account.turn
-                    expected[f"o:{tenant}"] = account.average_output_milli
-                    expected[f"c:{tenant}"] = account.average_cost_milli
-                assert {k: v for k, v in accounts.items() if v} == {k: v for k, v in expected.items() if v}
+            running, run, output, floor, _, *rest = self.runner.run(self._packed(f"v:{version}")) or [0] * 20
+            assert (running, run, output, floor) == (
+                queues.running,
+                queues.average_run_milli,
+                queues.average_output_milli,
+                queues.pass_floor_milli,
+            )
+            by_class = zip(rest[:3], rest[3:6], rest[6:9], rest[9:12], strict=True)
+            for number, (numbers, lane) in enumerate(zip(by_class, queues.lanes.values(), strict=True), start=1):
+                assert numbers == (lane.pass_milli, lane.waiting, lane.floor_milli, lane.turns)
+                accounts = {
+                    tenant: _account(account, len(lane.queues.get(tenant, [])))
+                    for tenant, account in lane.accounts.items()
+                }
+                expected = {tenant: account for tenant, account in accounts.items() if any(account)}
+                assert self.runner.run(self._packed_fields(f"acc:{number}:{version}")) == expected
 
-    async def _numbers(self, name: str) -> dict[str, int]:
-        found = await self.redis.hgetall(pool_prefix(self.pool) + name)
-        return {key.decode(): int(value) for key, value in found.items()}
+    async def _packed(self, name: str, *field: str) -> list[int]:
+        """The numbers of a packed value; none = it is not there."""
+        script = "local v = redis.call(unpack(ARGV)); return v and {cmsgpack.unpack(v)} or {}"
+        verb = ("HGET",) if field else ("GET",)
+        return list(await self.redis.eval(script, 0, *verb, pool_prefix(self.pool) + name, *field))
+
+    async def _packed_fields(self, name: str) -> dict[str, list[int]]:
+        fields = [key.decode() for key in await self.redis.hkeys(pool_prefix(self.pool) + name)]
+        found = {field: await self._packed(name, field) for field in fields}
+        return {field: numbers for field, numbers in found.items() if any(numbers)}
 
     @invariant()
     def same_state(self) -> None:
-        backlog = self.fake.queue(self.pool)._backlog.snapshot()
-        expected = {f"n:{tenant}": count for tenant, (count, _) in backlog.items()}
-        expected |= {f"t:{tenant}": size for tenant, (_, size) in backlog.items()}
-        assert self.runner.run(self._numbers("queued")) == expected
+        depths = self.fake.queue(self.pool)._backlog.queues()
+        own = {name: numbers for (name, scope), numbers in depths.items() if not scope}
+        further = {
+            f"{len(name.encode())}:{name}:{scope}": numbers for (name, scope), numbers in depths.items() if scope
+        }
+        assert self.runner.run(self._packed_fields("queued")) == own
+        assert self.runner.run(self._packed_fields("scoped")) == further
         self.same(self.real.snapshot(self.pool, self.now_ms), self.fake.snapshot(self.pool, self.now_ms))
+
+
+def _account(account: Account, own: int) -> list[int]:
+    """As `acc:` keeps it."""
+    averages = [account.average_output_milli, account.average_cost_milli]
+    return [account.service_milli, account.epoch, account.turn, *averages, own]
 
 
 @pytest.mark.parametrize(("device_time", "examples"), [(False, 60), (True, 20)])
@@ -374,3 +389,14 @@ async def test_both_drop_a_refund_from_before_a_lift(redis_url: str) -> None:
     await redis.aclose()
     # a at 1,600 and 1,800 goes first twice; at 2,000 each, b, who was served longer ago; then a.
     assert accounts == [["a2", "a3", "b10", "a4"]] * 2
+
+
+async def test_what_says_how_much_waits_outlives_it(redis_url: str) -> None:
+    """Counts of a lane are not forgotten with its idle accounts: a request may wait longer than a day."""
+    redis = open_redis(redis_url)
+    pool, version, now_ms, wait_ms = PoolName("patient"), VERSIONS[0], 1_800_000_000_000, 5 * 86_400_000
+    entry = QueueEntry(AttemptId("a"), TenantId("t"), version, PriorityClass.BATCH, 1, 1, now_ms + wait_ms)
+    await RedisSchedulingStore(redis, POLICY).enqueue(pool, entry, Room(9, 0), now_ms)
+    left_ms = [await redis.pttl(pool_prefix(pool) + name) for name in (f"v:{version}", f"acc:3:{version}")]
+    await redis.aclose()
+    assert min(left_ms) > wait_ms

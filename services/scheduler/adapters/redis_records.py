@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
+import msgspec
+
 from roundhouse.vocabulary import NodeId, Outcome, TenantId
 from services.scheduler.domain.records import (
     CLASSES,
@@ -37,9 +39,9 @@ from services.scheduler.domain.service import Policy
 Argument = str | bytes | int | float
 
 
-def policy_argument(policy: Policy) -> str:
-    """The policy as the scripts read it: its numbers in the order of its fields."""
-    return ",".join(str(int(value)) for value in astuple(policy))
+def policy_argument(policy: Policy) -> bytes:
+    """The policy as the scripts read it: its numbers in the order of its fields, packed one after the other."""
+    return b"".join(msgspec.msgpack.encode(int(value)) for value in astuple(policy))
 
 
 def warm_argument(entry: QueueEntry) -> bytes:

@@ -63,7 +63,7 @@ _STEPS = {"turn": ("enqueue.lua", "seats.lua", "take.lua", "finish.lua")}
 
 def script(verb: str) -> LuaScript:
     """The script of a verb with the steps it is made of."""
-    return LuaScript(_PACKAGE, f"{verb}.lua", prelude=("queue.lua", *_STEPS.get(verb, ())))
+    return LuaScript(_PACKAGE, f"{verb}.lua", prelude=("state.lua", "queue.lua", *_STEPS.get(verb, ())))
 
 
 def pool_prefix(pool: PoolName) -> str:

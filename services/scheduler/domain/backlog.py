@@ -74,13 +74,13 @@ class Backlog:
         scopes = ("", *(each.scope for each in entry.queues))
         return [self._queues.setdefault((entry.tenant_id, scope), Depth()) for scope in scopes]
 
-    def snapshot(self) -> Mapping[TenantId, tuple[int, int]]:
-        """Requests and tokens of each tenant that has any."""
-        return {
-            name: (depth.requests, depth.tokens)
-            for (name, scope), depth in self._queues.items()
-            if depth.requests and not scope
+    def queues(self) -> Mapping[tuple[TenantId, str], list[int]]:
+        """Requests, tokens, time of the last dispatch and average gap of each queue that has any of them."""
+        found = {
+            name: [depth.requests, depth.tokens, depth.pace.last_ms, depth.pace.average_milli]
+            for name, depth in self._queues.items()
         }
+        return {name: numbers for name, numbers in found.items() if any(numbers)}
 
 
 def _full_for_ms(depth: Depth, request_limit: int, token_limit: int, size: int) -> int:

@@ -1,18 +1,19 @@
 -- ARGV: 3 attempt. Answers removed | running | gone | unknown.
 local id = ARGV[3]
-local r = read(id)
+local r = q.read(id)
 if not r then
-  write_end(id)
+  q.write_end(id)
   return 'unknown'
 end
 if r.st == 'queued' then
-  unqueue(r)
-  bury(r)
+  q.unqueue(r)
+  q.write_end(id)
+  q.save()
   return 'removed'
 end
 if r.st == 'refused' then
-  call('ZREM', key('due'), id)
-  bury(r)
+  call('ZREM', q.key('due'), id)
+  q.write_end(id)
 end
 if r.st == 'granted' then return 'running' end
 return 'gone'

@@ -1,10 +1,11 @@
 -- ARGV: 3 version, 4 deadline before, 5 reason, 6 message. Answers refused tickets, earliest deadline first.
-local version, before = ARGV[3], tonumber(ARGV[4])
-local found = {}
+local version, before = ARGV[3], ARGV[4]
+local v, found = q.version_of(version), {}
 for class = 1, 3 do
-  for _, seat in ipairs(call('ZRANGE', tenants_key(class, version), 0, -1)) do
-    local queue = queue_key(class, version, string.sub(seat, 17))
-    local members = call('ZRANGE', queue, '-inf', '(' .. int(before), 'BYSCORE', 'LIMIT', 0, BATCH, 'WITHSCORES')
+  local lane = q.lane_of(v, class)
+  for _, seat in ipairs(call('ZRANGE', lane.seats, 0, -1)) do
+    local queue = lane.queues .. string.sub(seat, 17)
+    local members = call('ZRANGE', queue, '-inf', '(' .. before, 'BYSCORE', 'LIMIT', 0, P.BATCH, 'WITHSCORES')
     for i = 1, #members, 2 do
       found[#found + 1] = {id = string.sub(members[i], 17), deadline = tonumber(members[i + 1])}
     end
@@ -15,5 +16,6 @@ table.sort(found, function(a, b)
   return a.id < b.id
 end)
 local refused = {}
-for i = 1, math.min(#found, BATCH) do refused[i] = refuse(read(found[i].id), ARGV[5], ARGV[6]) end
+for i = 1, math.min(#found, P.BATCH) do refused[i] = q.refuse(q.read(found[i].id), ARGV[5], ARGV[6]) end
+q.save()
 return refused

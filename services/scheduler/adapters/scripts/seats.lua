@@ -1,5 +1,5 @@
 -- Which free offer, or pair of offers, brings a request its first token first: services/scheduler/domain/seats.py
-local function warm_tokens(text) -- "<tokens>|<length of instance>|<instance>" again and again
+function q.warm_tokens(text) -- "<tokens>|<length of instance>|<instance>" again and again
   local found, at = {}, 1
   while at <= #text do
     local cached, length, from = string.match(text, '^(%d+)|(%d+)|()', at)
@@ -9,8 +9,8 @@ local function warm_tokens(text) -- "<tokens>|<length of instance>|<instance>" a
   return found
 end
 
-local function choose_seats(offers, version, r)
-  local warm = warm_tokens(r.wa)
+function q.choose_seats(offers, version, r)
+  local warm = q.warm_tokens(r.wa)
   local function crowd(offer) return floor(offer.used * offer.load_us / offer.slots) end
   local function prompt(offer) return math.max(0, r['in'] - (warm[offer.instance] or 0)) * offer.token_us end
   local function first_token(offer) return prompt(offer) + crowd(offer) end

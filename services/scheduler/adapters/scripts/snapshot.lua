@@ -1,14 +1,15 @@
 -- Answers {revision, lanes, in use, used, drains, loads, failures, owners}; lanes are
 -- {lane id, waiting, oldest ms, run ms}.
 local lanes = {}
-for _, lane in ipairs(call('SMEMBERS', key('lanes'))) do
+for _, lane in ipairs(call('SMEMBERS', q.key('lanes'))) do
   local class, version = string.match(lane, '^(%d):(.*)$')
-  local run = floor(num(call('HGET', version_key(version), 'ra')) / 1000)
-  lanes[#lanes + 1] = {lane, lane_waiting(class, version), int(oldest(class, version)), int(run)}
+  local v = q.version_of(version)
+  local count = v.waiting[tonumber(class)]
+  lanes[#lanes + 1] = {lane, count, q.oldest(q.lane_of(v, tonumber(class))), floor(v.run / 1000)}
 end
 return {
-  int(num(call('GET', key('revision')))), lanes, call('HGETALL', key('in_use')),
-  call('ZRANGE', key('used'), 0, -1, 'WITHSCORES'), call('HGETALL', key('drains')),
-  call('HGETALL', key('loads')), call('HGETALL', key('failures')),
-  call('HGETALL', key('owners')),
+  q.num(call('GET', q.key('revision'))), lanes, call('HGETALL', q.key('in_use')),
+  call('ZRANGE', q.key('used'), 0, -1, 'WITHSCORES'), call('HGETALL', q.key('drains')),
+  call('HGETALL', q.key('loads')), call('HGETALL', q.key('failures')),
+  call('HGETALL', q.key('owners')),
 }
