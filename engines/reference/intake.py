@@ -237,10 +237,15 @@ def _block_keys(model: LoadedModel, details: CallDetails) -> BlockKeys:
 
 
 def _look_up(model: LoadedModel, request: GenerationRequest, patience_ms: int = 0) -> CachedPrefix:
-    """The longest stored prefix that leaves a token to compute; none for what needs the state of every token."""
+    """The longest stored prefix that leaves a token to compute; none for what needs the state of every token.
+
+    A handed-over prompt is on its way: without patience it is not asked for, only said to be there. A store that is
+    slow for a moment must not make this instance compute beside its streams what another one has computed."""
     if request.embed or request.scores_prompt:
         return CachedPrefix()
     keys = request.block_keys(request.known)[: (len(request.known) - 1) // BLOCK_TOKENS]
+    if request.space.hold and not patience_ms:
+        return CachedPrefix(more=len(keys))
     prefix = model.store.lookup(request.space, keys, patience_ms) if keys else CachedPrefix()
     if any(block.shape != model.block_shape.dimensions for block in prefix.blocks):
         prefix.release()

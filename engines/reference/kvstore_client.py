@@ -146,7 +146,9 @@ class KvStoreClient:
         """See `BlockStore.lookup`. The arrays are the arena's own bytes, leased until `release`."""
         self._count(lookups=1)
         arena = self._arena
-        if arena is None or not keys or time.monotonic() < self._resting_until_s:
+        # What was handed over is asked for all the same: the callers that wait for it are few, and it is much.
+        rests = time.monotonic() < self._resting_until_s and not (space.hold and patience_ms)
+        if arena is None or not keys or rests:
             return CachedPrefix()
         try:
             return self._read_prefix(arena, space, keys, patience_ms)
