@@ -4,6 +4,9 @@ What is published in one turn of the loop is written at its end, by a callback i
 queue. Messages without headers for a subscription that handles them at once are handed over where they are read,
 instead of through another queue and another task. Whatever is not ordinary (no connection, a socket that takes no more,
 headers, TLS or WebSocket transports, flow control) goes nats-py's own way. Invariant: publishes keep their order.
+
+This is the one place that uses nats-py's private names (they begin with `_`): its public API writes and calls back
+through queues only. `tests/unit/roundhouse/test_bus_client.py` fails when a new nats-py has changed one of them.
 """
 
 import asyncio

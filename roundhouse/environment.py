@@ -4,6 +4,7 @@ Each service declares a subclass of `ServiceSettings`; every field is read from 
 value ends the process with exit code 2 and one line a problem, before anything is started.
 """
 
+import argparse
 import os
 import sys
 import uuid
@@ -32,7 +33,9 @@ class ServiceSettings(BaseSettings):
     )
     bind_host: str = Field(default="127.0.0.1", description="address that the servers of this process listen on")
     ops_port: int = Field(default=0, ge=0, le=65535, description="health, readiness and metrics; 0 picks a free port")
-    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+    log_level: str = Field(
+        default="info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error"
+    )
     drain_seconds: float = Field(default=20.0, ge=0, description="how long SIGTERM waits for running work")
 
 
@@ -48,6 +51,29 @@ def read_settings(kind: type[Settings]) -> Settings:
             name = "_".join(str(part) for part in problem["loc"])
             sys.stderr.write(f"ROUNDHOUSE_{name.upper()}: {problem['msg']}\n")
         sys.exit(EXIT_BAD_SETTINGS)
+
+
+def settings_of_process(kind: type[Settings], service: str, description: str) -> Settings:
+    """Read `kind` for `python -m services.<service>`, or print `--help` with every setting and exit with code 0."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{service}",
+        description=description,
+        epilog=_settings_told(kind),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
+    return read_settings(kind)
+
+
+def _settings_told(kind: type[ServiceSettings]) -> str:
+    fields = kind.model_fields
+    width = max(map(len, fields))
+    lines = ["environment variables:"]
+    for name, field in fields.items():
+        default = "generated" if field.default_factory else f"default {field.default!r}"
+        default = "required" if field.is_required() else default
+        lines.append(f"  ROUNDHOUSE_{name.upper():<{width}}  {field.description} ({default})")
+    return "\n".join(lines)
 
 
 def otlp_endpoint() -> str | None:

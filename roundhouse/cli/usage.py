@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from roundhouse.cli import usage_periods, usage_reconcile
+from roundhouse.cli import usage_periods, usage_quarantine, usage_reconcile
 from roundhouse.cli.admin_client import AdminApi, AdminKey, AdminUrl, open_api
 from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
 from roundhouse.cli.usage_plot import plot_usage
@@ -33,6 +33,7 @@ class Plotted(StrEnum):
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Usage, statements and the end of a month.")
 usage_periods.add_to(app)
 usage_reconcile.add_to(app)
+app.add_typer(usage_quarantine.commands, name="quarantine")
 
 
 @app.callback(invoke_without_command=True)

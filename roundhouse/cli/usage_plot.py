@@ -39,6 +39,7 @@ def _over_time(rows: Sequence[dict[str, Any]], period: str, others: Sequence[str
     for row in rows:
         series[_name(row, others)][str(row[period])] += float(row[shown])
     figure = _figure(title)
+    _scale(figure, [value for values in series.values() for value in values.values()])
     places = list(range(1, len(times) + 1))
     for name, values in _largest(series).items():
         points = figure.signal(places, [values.get(time, 0.0) for time in times], marker="braille").lines()
@@ -55,6 +56,7 @@ def _bars(rows: Sequence[dict[str, Any]], groups: Sequence[str], shown: str, tit
     largest = sorted(values.items(), key=lambda item: (-item[1], item[0]))
     kept = largest[: max(1, _width() // TICK_WIDTH)]
     figure = _figure(title if len(kept) == len(largest) else f"{title}: the {len(kept)} largest of {len(largest)}")
+    _scale(figure, [value for _, value in kept])
     places = list(range(1, len(kept) + 1))
     figure.draw(figure.bar(places, [value for _, value in kept], width=0.6))
     figure.ruler("x").ticks(places, [name[: TICK_WIDTH - 1] or "all" for name, _ in kept])
@@ -79,6 +81,12 @@ def _figure(title: str) -> Any:
     figure.title(title)
     figure.plot_size(_width(), _HEIGHT)
     return figure
+
+
+def _scale(figure: Any, values: Sequence[float]) -> None:
+    """From zero to the largest; the library's own choice hides amounts that are far below one."""
+    low, high = min(0.0, *values), max(0.0, *values)
+    figure.ruler("y").lim(low, high if high > low else 1.0)
 
 
 def _text_of(figure: Any) -> str:

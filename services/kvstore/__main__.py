@@ -1,31 +1,16 @@
-"""`python -m services.kvstore`: the kvstore of one node, configured by the environment."""
+"""`python -m services.kvstore`: the kvstore of one node, configured by the environment. `--help` lists the settings."""
 
-import argparse
-
-from roundhouse.environment import read_settings
+from roundhouse.environment import settings_of_process
 from roundhouse.lifecycle import run
 from services.kvstore.app import application
 from services.kvstore.settings import KvStoreSettings
 
-
-def _help() -> str:
-    lines = ["environment variables:"]
-    for name, field in KvStoreSettings.model_fields.items():
-        default = "generated" if field.default_factory else f"default {field.default!r}"
-        default = "required" if field.is_required() else default
-        lines.append(f"  ROUNDHOUSE_{name.upper():<16} {field.description or ''} ({default})")
-    return "\n".join(lines)
+DESCRIPTION = "KV cache blocks of one node in shared memory, for the engines of that node."
 
 
 def main() -> None:
-    """Run until SIGTERM or SIGINT."""
-    argparse.ArgumentParser(
-        prog="python -m services.kvstore",
-        description="KV cache blocks of one node in shared memory, for the engines of that node.",
-        epilog=_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
-    settings = read_settings(KvStoreSettings)
+    """Run until SIGTERM or SIGINT. Exit codes: `lifecycle.run`."""
+    settings = settings_of_process(KvStoreSettings, "kvstore", DESCRIPTION)
     run("kvstore", settings, application(settings))
 
 

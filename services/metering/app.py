@@ -34,6 +34,7 @@ from services.metering.adapters.costs_api import CostServices, costs_router
 from services.metering.adapters.engine_metrics import TritonCounters
 from services.metering.adapters.metering_grpc import MeteringService
 from services.metering.adapters.observation import ProcessObserver
+from services.metering.adapters.quarantine_api import quarantine_router
 from services.metering.adapters.reconciling_api import reconciling_router
 from services.metering.adapters.reconciling_sources import StreamSources
 from services.metering.adapters.signing import PeriodSigner
@@ -116,6 +117,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             routers = (
                 *(accounts_router(money), webhooks_router(webhooks), costs_router(costs)),
                 reconciling_router(reconciler, engines, using.clock),
+                quarantine_router(ledger, pricing, using.clock),
             )
             using.http_port = await stack.enter_async_context(
                 serve_http(usage_api(ledger, *routers), settings.bind_host, settings.http_port)

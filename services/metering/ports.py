@@ -91,8 +91,8 @@ class Ledger(Protocol):
         """Those of `tenants` that were erased, and those that are pseudonyms of erased ones."""
         ...
 
-    async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
-        """Events put aside and not replayed yet, oldest first."""
+    async def quarantined(self, *, limit: int, after: Quarantined | None = None) -> Sequence[Quarantined]:
+        """Events put aside and not replayed yet, oldest first; those behind `after`, if it is given."""
         ...
 
     async def mark_replayed(self, fingerprint: str, *, now_ms: int) -> None:

@@ -107,6 +107,7 @@ async def test_poison_is_kept_once_with_its_reason_and_leaves_when_replayed(ledg
     (entry,) = await ledger.quarantined(limit=10)
     assert (entry.raw, entry.reason, entry.first_seen_ms) == (poison.raw, poison.reason, NOW_MS)
     assert (await ledger.reconcile(EVERYTHING)).quarantined == 1
+    assert not await ledger.quarantined(limit=10, after=entry)
     await ledger.mark_replayed(entry.fingerprint, now_ms=NOW_MS)
     assert not await ledger.quarantined(limit=10)
 

@@ -141,11 +141,12 @@ class FakeLedger:
         self._answer()
         return frozenset(filter(is_pseudonym, tenants))
 
-    async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
+    async def quarantined(self, *, limit: int, after: Quarantined | None = None) -> Sequence[Quarantined]:
         """See `Ledger.quarantined`."""
         self._answer()
         waiting = [entry for entry in self._quarantine.values() if entry.replayed_ms is None]
-        return sorted(waiting, key=lambda entry: (entry.first_seen_ms, entry.fingerprint))[:limit]
+        behind = [entry for entry in waiting if after is None or _place(entry) > _place(after)]
+        return sorted(behind, key=_place)[:limit]
 
     async def mark_replayed(self, fingerprint: str, *, now_ms: int) -> None:
         """See `Ledger.mark_replayed`."""
@@ -160,6 +161,10 @@ class FakeLedger:
     def _matching(self, where: UsageFilter) -> list[LedgerRow]:
         self._answer()
         return [row for row in self._rows if row.sequence not in self._successors and _matches(row, where)]
+
+
+def _place(entry: Quarantined) -> tuple[int, str]:
+    return entry.first_seen_ms, entry.fingerprint
 
 
 def _matches(row: LedgerRow, where: UsageFilter) -> bool:

@@ -125,7 +125,7 @@ class _AccountsApi:
 
     async def show_period(self, request: Request) -> Response:
         """One closed period, with its signature"""
-        return JSONResponse(period_json(await self._closed(month_of(request))))
+        return JSONResponse(period_json(await self._closed(request)))
 
     async def close_period(self, request: Request) -> Response:
         """Close a period and sign its totals"""
@@ -134,7 +134,7 @@ class _AccountsApi:
 
     async def verify_period(self, request: Request) -> Response:
         """Whether a closed period is what was signed, and the ledger still says so"""
-        closed = await self._closed(month_of(request))
+        closed = await self._closed(request)
         found = differences(closed, await self._services.accounts.sums(closed.period_ms))
         holds = signature_holds(closed.document, closed.signature, closed.public_key)
         answer = {"signature_holds": holds, "ledger_agrees": not found, "differences": found}
@@ -186,11 +186,12 @@ class _AccountsApi:
         )
         return JSONResponse({"pseudonym": erased.pseudonym, "rows": erased.rows})
 
-    async def _closed(self, period_ms: int) -> ClosedPeriod:
+    async def _closed(self, request: Request) -> ClosedPeriod:
+        period_ms = month_of(request)
         for closed in await self._services.accounts.closed():
             if closed.period_ms == period_ms:
                 return closed
-        raise NotFound("this period is not closed", code="period_not_closed")
+        raise NotFound(f"{request.path_params['month']} is not closed yet: close it first", code="period_not_closed")
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

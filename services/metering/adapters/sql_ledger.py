@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from hashlib import sha256
 
 from msgspec.structs import replace
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, tuple_, update
 
 from services.metering.adapters import sql_queries
 from services.metering.adapters.bulk_insert import insert_rows
@@ -141,9 +141,9 @@ class SqlLedger:
         found: Sequence[str] = await self.database.read("erased", lambda each: each.execute(asked).scalars().all())
         return frozenset(hashes[each] for each in found) | frozenset(filter(is_pseudonym, tenants))
 
-    async def quarantined(self, *, limit: int) -> Sequence[Quarantined]:
+    async def quarantined(self, *, limit: int, after: Quarantined | None = None) -> Sequence[Quarantined]:
         """See `Ledger.quarantined`."""
-        return await self.database.read("quarantined", lambda connection: _quarantined(connection, limit))
+        return await self.database.read("quarantined", lambda connection: _quarantined(connection, limit, after))
 
     async def mark_replayed(self, fingerprint: str, *, now_ms: int) -> None:
         """See `Ledger.mark_replayed`."""
@@ -247,13 +247,11 @@ def _unpublished(connection: Connection) -> int:
     return int(connection.execute(statement).scalar_one())
 
 
-def _quarantined(connection: Connection, limit: int) -> list[Quarantined]:
-    waiting = (
-        select(quarantine)
-        .where(quarantine.c.replayed_ms.is_(None))
-        .order_by(quarantine.c.first_seen_ms, quarantine.c.fingerprint)
-        .limit(limit)
-    )
+def _quarantined(connection: Connection, limit: int, after: Quarantined | None) -> list[Quarantined]:
+    place = (quarantine.c.first_seen_ms, quarantine.c.fingerprint)
+    waiting = select(quarantine).where(quarantine.c.replayed_ms.is_(None)).order_by(*place).limit(limit)
+    if after is not None:
+        waiting = waiting.where(tuple_(*place) > (after.first_seen_ms, after.fingerprint))
     return [
         Quarantined(row.fingerprint, RawEvent(row.subject, bytes(row.data)), row.reason, row.first_seen_ms, None)
         for row in connection.execute(waiting)

@@ -13,12 +13,14 @@ from typer.testing import CliRunner, Result
 from roundhouse.cli.app import app as roundhouse
 from roundhouse.http_server import serve_http
 from services.metering.adapters.costs_api import CostServices, costs_router
+from services.metering.adapters.quarantine_api import quarantine_router
 from services.metering.adapters.sql_nodes import SqlNodeHours
 from services.metering.adapters.sql_webhooks import SqlWebhooks
 from services.metering.adapters.usage_api import usage_api
 from services.metering.adapters.webhook_http import HttpPoster
 from services.metering.adapters.webhooks_api import WebhookServices, webhooks_router
-from tests.builders.usage import usage_facts
+from services.metering.domain.ledger import RawEvent, Rejected
+from tests.builders.usage import candidate, usage_facts
 from tests.integration.metering.test_accounts_api import Office, office_on
 
 PRICES = """
@@ -53,7 +55,8 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
         clock = office.clock
         webhooks = WebhookServices(SqlWebhooks(office.ledger.database), HttpPoster(allow_private=True), clock)
         costs = CostServices(SqlNodeHours(office.ledger.database), {}, "USD", clock)
-        metering = usage_api(office.ledger, accounts, webhooks_router(webhooks), costs_router(costs))
+        quarantine = quarantine_router(office.ledger, office.pricing, clock)
+        metering = usage_api(office.ledger, accounts, webhooks_router(webhooks), costs_router(costs), quarantine)
         gateway = FastAPI()
 
         @gateway.get("/admin/v1/usage")
@@ -111,6 +114,21 @@ async def test_prices_and_rating_again(desk: Desk, tmp_path: Path) -> None:
     assert "0 corrected" in await desk.run("prices", "rerate", "--from", "2026-01-01")
     file.write_text("prices: [3]")
     assert (await desk.try_("prices", "apply", "-f", str(file))).exit_code == 1
+
+
+async def test_the_quarantine_is_shown_and_tried_again(desk: Desk) -> None:
+    """One event lacks nothing by now, one can never be read; a list does not create or need a ledger of its own."""
+    good = candidate(usage_facts("r9")).raw
+    bad = Rejected(RawEvent("rh.v1.usage.t1", b"?"), "not an event")
+    await desk.office.ledger.append([bad, Rejected(good, "no price was known")], now_ms=1)
+    listed = json.loads(await desk.run("usage", "quarantine", "list", "-o", "json"))
+    assert {event["reason"]: event["bytes"] for event in listed} == {
+        "not an event": 1,
+        "no price was known": len(good.data),
+    }
+    assert "1 quarantined, 1 recorded" in await desk.run("usage", "quarantine", "replay")
+    left = await desk.run("usage", "quarantine", "list")
+    assert ("not an event" in left, "no price was known" in left) == (True, False)
 
 
 async def test_tables_and_plots(desk: Desk) -> None:

@@ -207,14 +207,15 @@ async def test_a_stream_that_lost_records_gets_them_again() -> None:
 
 
 async def test_replaying_records_what_is_good_now_and_keeps_the_rest() -> None:
-    """One event is readable now, one still is not."""
+    """Behind one that still is not readable there is one that is; a page holds one."""
     ledger = FakeLedger()
     good, bad = candidate(usage_facts("r1")).raw, candidate(usage_facts("r2")).raw
-    await ledger.append([Rejected(good, "a price was missing"), Rejected(bad, "unreadable")], now_ms=1)
+    await ledger.append([Rejected(bad, "unreadable")], now_ms=1)
+    await ledger.append([Rejected(good, "a price was missing")], now_ms=2)
 
     def decode(_subject: str, data: bytes) -> UsageFacts | str:
         return usage_facts("r1") if data == good.data else "still unreadable"
 
-    counts = await replay_quarantine(ledger, decode, await pricing(priced_catalogue()).book(), ManualClock(), limit=9)
+    counts = await replay_quarantine(ledger, decode, await pricing(priced_catalogue()).book(), ManualClock(), page=1)
     assert counts == {Result.RECORDED: 1, Result.QUARANTINED: 1}
     assert [entry.raw for entry in await ledger.quarantined(limit=9)] == [bad]
