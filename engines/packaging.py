@@ -25,6 +25,7 @@ from engines.placement import DEVICES_PARAMETER, EngineDevice, PackagingError, P
 
 __all__ = [
     "DEVICES_PARAMETER",
+    "AdapterBerths",
     "ArenaRanges",
     "EngineDevice",
     "EngineSpec",
@@ -55,12 +56,25 @@ class ArenaRanges:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterBerths:
+    """Names under which a vLLM instance will find adapters, before it is known which: `<name>-<n>` at `<folder>/<n>`.
+
+    Its backend reads names and paths once, when the model loads. `name` differs for each load, so that what somebody
+    remembers of an earlier one names nothing."""
+
+    name: str
+    folder: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One model version on one node, as the loader decides it.
 
     `devices` are those it is to stand on; empty = nobody chose, and it runs on the CPU. `tensor_parallel` is how many
     it takes, also where they are not chosen yet; `share` the bytes that it may take on each, 0 = not said; `alone_for`
-    a token of the tenant that has them alone, empty = they are shared."""
+    a token of the tenant that has them alone, empty = they are shared. `adapter_slots` adapters of rank up to `adapter_rank_max` may be mixed in one
+    step of a vLLM instance, which finds them at `berths`; 0 = it serves none."""
 
     engine: EngineName
     triton_model_name: str
@@ -74,6 +88,9 @@ class EngineSpec:
     share: int = 0
     alone_for: str = ""
     arena: ArenaRanges | None = None
+    adapter_slots: int = 0
+    adapter_rank_max: int = 16
+    berths: AdapterBerths | None = None
 
 
 @dataclass(frozen=True, slots=True)

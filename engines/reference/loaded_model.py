@@ -18,10 +18,9 @@ from engines.reference.sequence import EngineLimits
 from engines.reference.step_engine import StepEngine
 from engines.reference.token_bytes import TokenText
 from engines.reference.weights import arrange_weights
+from roundhouse.catalogue.lora_format import RANK_MAX
 
-# Guesses: a demo adapter is about 0.1 MB, and ranks beyond 64 are rare among published adapters.
-ADAPTERS_IN_MEMORY = 32
-ADAPTER_RANK_MAX = 64
+ADAPTERS_IN_MEMORY = 32  # a guess: a demo adapter is about 0.1 MB
 PREFILL_CHUNK_TOKENS = 128
 
 
@@ -75,7 +74,7 @@ def load_model(parameters: Mapping[str, str]) -> LoadedModel:
         adapters=AdapterCache(
             config,
             int(parameters.get("adapters_in_memory", ADAPTERS_IN_MEMORY)),
-            int(parameters.get("adapter_rank_max", ADAPTER_RANK_MAX)),
+            int(parameters.get("adapter_rank_max", RANK_MAX)),
         ),
         engine=StepEngine(decoder, tokens, limits, store, time.monotonic),
     )

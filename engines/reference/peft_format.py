@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,27 +18,9 @@ from engines.reference.lora import Group, LoraAdapter, LoraDelta, Projection, pr
 from engines.reference.model_config import CheckpointError, ModelConfig
 from engines.reference.sampling_params import InvalidRequest
 from engines.reference.tiled_matmul import TiledMatrix
+from roundhouse.catalogue.lora_format import LAYER_TENSOR, UNSUPPORTED_SETTINGS
 
 Array = NDArray[np.float32]
-
-_TENSOR = re.compile(r"^base_model\.model\.model\.layers\.(\d+)\.(\w+\.\w+)\.lora_(A|B)\.weight$")
-
-
-# Settings of peft 0.21 that change the result in ways this engine does not compute.
-_UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-)
 
 
 class AdapterError(InvalidRequest):
@@ -124,7 +105,7 @@ def _check_settings(settings: Any, rank_max: int) -> tuple[int, float]:
         raise AdapterError("adapter_config.json: peft_type must be LORA")
     if settings.get("bias", "none") != "none":
         raise AdapterError(f"adapter_config.json: bias {settings['bias']!r} is not supported")
-    for name in _UNSUPPORTED:
+    for name in UNSUPPORTED_SETTINGS:
         if settings.get(name):
             raise AdapterError(f"adapter_config.json: {name} is not supported")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -157,7 +138,7 @@ def _pairs(
     wanted = frozenset(targets)
     pairs: dict[tuple[int, str], dict[str, Array]] = {}
     for key, tensor in tensors.items():
-        match = _TENSOR.match(key)
+        match = LAYER_TENSOR.match(key)
         if match is None:
             raise AdapterError(f"tensor {key} is not a LoRA tensor of this engine")
         layer, name, side = int(match[1]), match[2], match[3]

@@ -16,7 +16,7 @@ from roundhouse.catalogue import sizes
 from roundhouse.catalogue.addresses import is_address
 from roundhouse.catalogue.declaration import Declaration
 from roundhouse.catalogue.digests import DigestCache, FileEntry, Progress, digest_of_entries, version_entries
-from roundhouse.catalogue.lora import check_adapter
+from roundhouse.catalogue.lora import check_adapter, rank_max_over
 from roundhouse.catalogue.problems import DeclarationRefused, Problem
 from roundhouse.catalogue.records import (
     Adapter,
@@ -108,7 +108,7 @@ def _misfits(work: "_Assembly", models: dict[ModelName, Model], adapters: Sequen
         if is_address(adapter.source_path):
             continue
         try:
-            check_adapter(Path(adapter.source_path), base.engine, work.config_of(base))
+            check_adapter(Path(adapter.source_path), base.engine, work.config_of(base), rank_max_over(base))
         except RoundhouseError as error:
             problems.append(work.declaration.refuse_at((*where, "source", "path"), error.message))
     return problems
@@ -149,7 +149,8 @@ class _Assembly:
         kv_pool_tokens = kv_tokens if kv_tokens is not None else context * shape.slots
         device = shape.memory.device
         if device == "auto":
-            device = self._reading.estimate(SizedVersion(path, engine, kv_pool_tokens))
+            sized = SizedVersion(path, engine, kv_pool_tokens, shape.adapter_slots, shape.adapter_rank_max)
+            device = self._reading.estimate(sized)
         tokenizer = str(path) if interface_of(shape) == "llm" and (path / "tokenizer.json").is_file() else ""
         return self._model(shape, str(path), self._content(path), _Sizes(context, kv_pool_tokens, device, tokenizer))
 
@@ -173,6 +174,8 @@ class _Assembly:
             pinned=shape.residency.pinned,
             min_replicas=shape.residency.min_replicas,
             tensor_parallel=shape.tensor_parallel,
+            adapter_slots=shape.adapter_slots,
+            adapter_rank_max=shape.adapter_rank_max,
             fallback=None if shape.fallback is None else ModelName(shape.fallback),
             access=tuple(shape.access.tenants),
             tenant_limits=None if shape.tenant_limits is None else _scope_limits(shape.tenant_limits),

@@ -186,7 +186,7 @@ def _wrong_tokenizer(declaration: Declaration, where: Where, text: str) -> Itera
 def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     document = declaration.document
     language_models = {model.name for model in declaration.models.values() if interface_of(model) == "llm"}
-    over_vllm = {model.name for model in declaration.models.values() if model.engine == "vllm"}
+    without_room = {m.name for m in declaration.models.values() if m.engine == "vllm" and not m.adapter_slots}
     others = {model.name for model in declaration.models.values()} - language_models
     for where, model in declaration.models.items():
         interface = interface_of(model)
@@ -194,6 +194,12 @@ def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
             yield document.at_value((*where, "interface"), f"the engine `{model.engine}` is called as `llm`")
         if model.engine == "onnx" and interface != "tensors":
             yield document.at_value((*where, "interface"), "the engine `onnx` is called as `tensors`")
+        if model.adapter_slots and model.engine != "vllm":
+            reason = "only `vllm` is told how many adapters to have room for; the others find it"
+            yield document.at_value((*where, "adapter_slots"), reason)
+        if model.adapter_slots > model.slots:
+            reason = f"more adapters than the {model.slots} requests (`slots`) that run at once are never mixed"
+            yield document.at_value((*where, "adapter_slots"), reason)
         fallback = declaration.model(model.fallback)
         if fallback is not None and interface_of(fallback) != interface:
             yield document.at_value((*where, "fallback"), f"the model `{fallback.name}` is called in another way")
@@ -202,6 +208,6 @@ def _wrong_interfaces(declaration: Declaration) -> Iterator[Problem]:
     for where, adapter in declaration.adapters.items():
         if adapter.base in others:
             yield document.at_value((*where, "base"), f"the model `{adapter.base}` takes no adapters")
-        if adapter.base in over_vllm:  # its backend reads adapters only when the model loads
-            reason = f"adapters over `{adapter.base}` (vllm) are not served: merge it and declare a model"
+        if adapter.base in without_room:
+            reason = f"the model `{adapter.base}` (vllm) has no room for adapters: give it `adapter_slots`"
             yield document.at_value((*where, "base"), reason)

@@ -2,80 +2,48 @@
 
 Checked when an adapter is declared and again by the loader that staged it, so no engine sees one that does not fit; the
 engine's own check stays the last. Format: `peft` `save_pretrained` (adapter_config.json, adapter_model.safetensors).
-A base whose projections cannot be told from its config.json is only checked for what the two files say of each other.
+A base whose projections cannot be told from its config.json is only checked for what the two files say of each other;
+over vLLM it is refused then, whose engine ends for everybody at an adapter that it cannot load (tried, vLLM 0.32).
 """
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundhouse.catalogue.records import Engine
+from roundhouse.catalogue.base_shape import BaseShape, base_shape
+from roundhouse.catalogue.lora_format import (
+    ANY_TENSOR,
+    INITS_THAT_LEAVE_THE_BASE,
+    LAYER_TENSOR,
+    RANK_MAX,
+    UNSUPPORTED_SETTINGS,
+)
+from roundhouse.catalogue.records import Engine, Model
 from roundhouse.catalogue.sizes import safetensors_header
 from roundhouse.errors import InvalidInput, NotFound
 
 ADAPTER_INVALID = "adapter_invalid"
 """`code` of every refusal here."""
-RANK_MAX = 64  # as `adapter_rank_max` of the engines: the cost of a step grows with it
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_TENSOR = re.compile(r"^base_model\.model\.model\.layers\.(\d+)\.(\w+\.\w+)\.lora_(A|B)\.weight$")
-_ANY_TENSOR = re.compile(r"^base_model\.model\.(?:.+\.)?(\w+)\.lora_(A|B)\.weight$")
 _CONFIG_BYTES_MAX = 1_000_000  # a guess; real ones have a kilobyte
-# Settings of peft 0.21 that change the result in ways the engines do not compute (as engines/reference/peft_format.py).
-_UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-)
+_CHECKED_BY_LAYER = (Engine.REFERENCE, Engine.VLLM)
 
 
-@dataclass(frozen=True, slots=True)
-class BaseShape:
-    """What of a base an adapter has to fit: layers, and `(outputs, inputs)` of each projection."""
-
-    layers: int
-    projections: Mapping[str, tuple[int, int]]
+def rank_max_over(base: Model) -> int:
+    """The highest rank that a base's engine has room for."""
+    return base.adapter_rank_max if base.engine is Engine.VLLM else RANK_MAX
 
 
-def base_shape(config: Mapping[str, Any]) -> BaseShape | None:
-    """From a config.json of the Llama family; None if it does not tell."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    found = [config.get(name) for name in names]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in found):
-        return None
-    hidden, inner, heads, layers = (int(config[name]) for name in names)
-    size = int(config.get("head_dim") or hidden // heads)
-    query, kv = heads * size, int(config.get("num_key_value_heads") or heads) * size
-    return BaseShape(
-        layers,
-        {
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        },
-    )
+def check_adapter(
+    folder: Path, engine: Engine, base_config: Mapping[str, Any] | None, rank_max: int = RANK_MAX
+) -> None:
+    """Raises InvalidInput with code ADAPTER_INVALID, saying what does not fit. Blocking; reads two headers.
 
-
-def check_adapter(folder: Path, engine: Engine, base_config: Mapping[str, Any] | None) -> None:
-    """Raises InvalidInput with code ADAPTER_INVALID, saying what does not fit. Blocking; reads two headers."""
+    `base_config` is the base's config.json, None = it cannot be read here; `rank_max` what the base has room for."""
     settings = _settings(folder)
-    rank = _check_settings(settings)
+    rank = _check_settings(settings, rank_max)
     try:
         header = safetensors_header(folder / WEIGHTS_FILE)
     except InvalidInput as error:
@@ -86,7 +54,9 @@ def check_adapter(folder: Path, engine: Engine, base_config: Mapping[str, Any] |
     if not shapes:
         raise _refused(f"{WEIGHTS_FILE} holds no tensor")
     shape = base_shape(base_config) if base_config is not None else None
-    if engine is Engine.REFERENCE and shape is not None:
+    if engine is Engine.VLLM and shape is None and base_config is not None:
+        raise _refused("the base's config.json does not tell its projections, so nothing shows that it fits")
+    if engine in _CHECKED_BY_LAYER and shape is not None:
         _check_against(shapes, rank, _targets(settings, shape), shape)
     else:
         _check_pairs(shapes, rank, settings, shape)
@@ -107,16 +77,19 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_settings(settings: Mapping[str, Any]) -> int:
+def _check_settings(settings: Mapping[str, Any], rank_max: int) -> int:
     """The rank."""
     if settings.get("bias", "none") != "none":
         raise _refused(f"{CONFIG_FILE}: bias {settings['bias']!r} is not supported")
-    for name in _UNSUPPORTED:
+    for name in UNSUPPORTED_SETTINGS:
         if settings.get(name):
             raise _refused(f"{CONFIG_FILE}: {name} is not supported")
+    init = settings.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in INITS_THAT_LEAVE_THE_BASE:
+        raise _refused(f"{CONFIG_FILE}: init_lora_weights {init!r} is not supported: it changes the base's weights")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANK_MAX:
-        raise _refused(f"{CONFIG_FILE}: r must be in [1, {RANK_MAX}], not {rank!r}")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= rank_max:
+        raise _refused(f"{CONFIG_FILE}: r must be in [1, {rank_max}], not {rank!r}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise _refused(f"{CONFIG_FILE}: lora_alpha must be a number, not {alpha!r}")
     return rank
@@ -148,7 +121,7 @@ def _check_against(shapes: Mapping[str, tuple[int, ...]], rank: int, targets: fr
     """Every tensor is one of a target's pair in a layer that is there, with that projection's shape."""
     pairs: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
-        match = _TENSOR.match(key)
+        match = LAYER_TENSOR.match(key)
         if match is None:
             raise _refused(f"tensor {key} is not a LoRA tensor that the engine knows")
         layer, name = int(match[1]), match[2]
@@ -170,7 +143,7 @@ def _check_pairs(
     short = {name.split(".")[1]: size for name, size in base.projections.items()} if base is not None else {}
     pairs: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
-        match = _ANY_TENSOR.match(key)
+        match = ANY_TENSOR.match(key)
         if match is None:
             raise _refused(f"tensor {key} is not a LoRA tensor")
         if named is not None and match[1] not in named:

@@ -140,6 +140,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     min_replicas: int = 0
     tensor_parallel: int = 1  # devices of one link group that an instance takes, `device_bytes` shared evenly
+    adapter_slots: int = 0  # vLLM: adapters that one step of the engine may mix; 0 = none are served
+    adapter_rank_max: int = 16  # vLLM: the highest rank it has room for
     fallback: ModelName | None = None  # answers instead when this one's promise would be broken and the tenant allows
     access: tuple[str, ...] = ("*",)  # tenant names
     price: Price | None = None

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from roundhouse.catalogue.lora_format import RANK_MAX
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 COUNT_MAX = 1_000_000_000  # keeps the limit arithmetic of admission.lua exact (services/gateway/domain/limits.py)
 LLM_ENGINES = ("reference", "vllm")
@@ -213,6 +215,8 @@ class ModelShape(Shape):
     slots: Annotated[int, Field(ge=1, le=1_024)] = 4
     memory: MemoryShape = MemoryShape()
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    adapter_slots: Annotated[int, Field(ge=0, le=256)] = 0
+    adapter_rank_max: Annotated[int, Field(ge=1, le=RANK_MAX)] = 16
     fallback: Name | None = None
     context_tokens: Positive | None = None
     tokenizer: FilePath | None = None

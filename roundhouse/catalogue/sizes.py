@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from roundhouse.catalogue.base_shape import adapter_slot_bytes, base_shape
 from roundhouse.catalogue.digests import version_files
+from roundhouse.catalogue.lora_format import vllm_rank
 from roundhouse.catalogue.records import Engine
 from roundhouse.errors import InvalidInput, NotFound
 
@@ -30,6 +32,8 @@ class SizedVersion:
     path: Path
     engine: Engine
     kv_pool_tokens: int
+    adapter_slots: int = 0
+    adapter_rank_max: int = 16
 
 
 SizeEstimator = Callable[[SizedVersion], int]
@@ -40,8 +44,16 @@ def device_bytes(version: SizedVersion) -> int:
     """Weights as the engine keeps them + KV pool + workspace. Raises InvalidInput, NotFound."""
     if version.engine in (Engine.REFERENCE, Engine.VLLM):
         weights = sum(_weight_bytes(file, version.engine) for _, file in _safetensors(version.path))
-        return weights + version.kv_pool_tokens * kv_bytes_per_token(version.path, version.engine) + WORKSPACE_BYTES
+        pool = version.kv_pool_tokens * kv_bytes_per_token(version.path, version.engine)
+        return weights + pool + _adapter_bytes(version) + WORKSPACE_BYTES
     return sum(file.stat().st_size for _, file in version_files(version.path)) + WORKSPACE_BYTES
+
+
+def _adapter_bytes(version: SizedVersion) -> int:
+    if version.engine is not Engine.VLLM or not version.adapter_slots:
+        return 0
+    shape = base_shape(model_config(version.path))
+    return adapter_slot_bytes(shape, version.adapter_slots, vllm_rank(version.adapter_rank_max))
 
 
 def model_config(folder: Path) -> dict[str, Any]:

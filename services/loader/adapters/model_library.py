@@ -18,7 +18,7 @@ from engines.packaging import (
     maps_file,
     package,
 )
-from roundhouse.catalogue.lora import check_adapter
+from roundhouse.catalogue.lora import check_adapter, rank_max_over
 from roundhouse.catalogue.records import Adapter, Catalogue, ContentFile, Model
 from roundhouse.catalogue.sizes import model_config
 from roundhouse.catalogue.store import CatalogueView
@@ -126,4 +126,4 @@ class CatalogueLibrary:
 
 def _check_adapter(weights: Path, base: Model, base_weights: Path) -> None:
     config = model_config(base_weights) if (base_weights / "config.json").is_file() else None
-    check_adapter(weights, base.engine, config)
+    check_adapter(weights, base.engine, config, rank_max_over(base))

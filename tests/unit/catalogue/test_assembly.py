@@ -1,11 +1,13 @@
 """A declaration becomes records: defaults, sizes and digests from the files, and problems where files are wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from roundhouse.catalogue.assembly import FileReading, assemble
+from roundhouse.catalogue.base_shape import base_shape
 from roundhouse.catalogue.declaration import parse
 from roundhouse.catalogue.digests import DigestCache, version_digest
 from roundhouse.catalogue.problems import DeclarationRefused
@@ -95,6 +97,9 @@ def test_other_engines_keep_weights_as_they_are_stored(tmp_path: Path) -> None:
     write_models(tmp_path)
     vllm = SizedVersion(tmp_path / "models" / "chat", Engine.VLLM, 100)
     assert device_bytes(vllm) == 32 * 2 + 100 * KV_BYTES_PER_TOKEN // 2 + WORKSPACE_BYTES
+    # The sides of the 7 projections of each of 3 layers; 2 slots of rank 8 for 5, 2 bytes.
+    room = device_bytes(replace(vllm, adapter_slots=2, adapter_rank_max=5)) - device_bytes(vllm)
+    assert room == 2 * 8 * sum(map(sum, base_shape(CONFIG).projections.values())) * 3 * 2  # type: ignore[union-attr]
     onnx = SizedVersion(tmp_path / "models" / "tagger.onnx", Engine.ONNX, 0)
     assert device_bytes(onnx) == 1_000 + WORKSPACE_BYTES
 

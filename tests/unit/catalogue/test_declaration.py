@@ -113,12 +113,21 @@ BROKEN = {
 }
 
 
-def test_an_adapter_over_vllm_is_refused_where_it_names_its_base(tmp_path: Path) -> None:
-    """Its backend would answer as the base alone: nothing wrong is served under an adapter's name."""
-    found = refused(GOOD.replace("engine: reference", "engine: vllm", 1), write_models(tmp_path))
+def test_adapters_need_room_in_a_vllm_base(tmp_path: Path) -> None:
+    """Refused where the adapter names its base; with room it is taken. More room than requests, or room in an engine
+    that finds it by itself, is a mistake."""
+    root = write_models(tmp_path)
+    found = refused(GOOD.replace("engine: reference", "engine: vllm", 1), root)
     assert len(found) == 1, found
-    assert "adapters over `chat` (vllm) are not served" in found[0]
+    assert "the model `chat` (vllm) has no room for adapters: give it `adapter_slots`" in found[0]
     assert int(found[0].split(":")[1]) == line_of("base: chat", GOOD)
+    parse(GOOD.replace("engine: reference", "engine: vllm\n    adapter_slots: 2", 1), "c.yaml", root)
+    for text, reason in (
+        ("engine: vllm\n    adapter_slots: 200", "more adapters than the"),
+        ("engine: reference\n    adapter_slots: 2", "only `vllm` is told"),
+    ):
+        (problem,) = refused(GOOD.replace("engine: reference", text, 1), root)
+        assert reason in problem
 
 
 @pytest.mark.parametrize("broken", BROKEN)

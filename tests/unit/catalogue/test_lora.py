@@ -24,6 +24,7 @@ MISFITS = {
     "a variant": ({"use_dora": True}, "use_dora is not supported"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha must be a number, not None"),
     "another method": ({"peft_type": "IA3"}, "peft_type must be LORA"),
+    "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not supported"),
 }
 
 
@@ -45,8 +46,25 @@ def test_what_does_not_fit_is_named(tmp_path: Path, settings: dict[str, object],
 @pytest.mark.parametrize("engine", [Engine.REFERENCE, Engine.VLLM, Engine.TRITON])
 @pytest.mark.parametrize("config", [CONFIG, {}, None])
 def test_a_good_one_fits(tmp_path: Path, engine: Engine, config: dict[str, int] | None) -> None:
-    """Against the base, and against one that does not tell its shapes."""
-    check_adapter(lora(tmp_path / "a"), engine, config)
+    """Against the base, and against one that does not tell its shapes. But not over vLLM, where a wrong one would end
+    the engine for everybody: there it fits when the base was read and tells; at an address its loader reads it."""
+    if engine is Engine.VLLM and config == {}:
+        with pytest.raises(InvalidInput, match="does not tell its projections"):
+            check_adapter(lora(tmp_path / "a"), engine, config)
+    else:
+        check_adapter(lora(tmp_path / "a"), engine, config)
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_over_vllm_the_same_is_refused_and_what_it_has_no_room_for(tmp_path: Path, misfit: str) -> None:
+    """Rank 2 fits a base with room for rank 16, not one with room for 1."""
+    settings, reason = MISFITS[misfit]
+    with pytest.raises(InvalidInput) as refused:
+        check_adapter(lora(tmp_path / "a", **settings), Engine.VLLM, CONFIG)  # type: ignore[arg-type]
+    assert reason in refused.value.message
+    check_adapter(lora(tmp_path / "b"), Engine.VLLM, CONFIG, 16)
+    with pytest.raises(InvalidInput, match=r"r must be in \[1, 1\], not 2"):
+        check_adapter(lora(tmp_path / "c"), Engine.VLLM, CONFIG, 1)
 
 
 @pytest.mark.parametrize("engine", [Engine.VLLM, Engine.TRITON])

@@ -13,7 +13,7 @@ import pytest
 
 from engines.native_package import read_model_config
 from engines.onnx.intent import __path__ as intent_path
-from engines.packaging import EngineDevice, EngineSpec, PackagingError, estimate_device_bytes, package
+from engines.packaging import AdapterBerths, EngineDevice, EngineSpec, PackagingError, estimate_device_bytes, package
 from engines.reference.checkpoint import load_tensors
 from engines.reference.triton_config import PROCESS_BYTES
 from tests.builders.checkpoints import knob_model, random_checkpoint, turn_knobs
@@ -148,6 +148,7 @@ def test_vllm_package_has_the_contract_of_that_backend(tmp_path: Path) -> None:
     assert (arguments["model"], arguments["tensor_parallel_size"], arguments["max_num_seqs"]) == (str(folder), 2, 8)
     assert estimate_device_bytes(spec) > (folder / "model.safetensors").stat().st_size
     assert arguments["enable_prefix_caching"] is False
+    assert packaged.config["parameters"]["ENABLE_VLLM_HEALTH_CHECK"] == {"string_value": "true"}  # type: ignore[index]
 
 
 def test_a_vllm_model_on_one_device_uses_the_nodes_kvstore(tmp_path: Path) -> None:
@@ -166,6 +167,26 @@ def test_a_vllm_model_on_one_device_uses_the_nodes_kvstore(tmp_path: Path) -> No
     gang = (EngineDevice("a"), EngineDevice("b"))
     assert "kv_transfer_config" not in arguments(kvstore_address="n1:8500", devices=gang)
     assert "kv_transfer_config" not in arguments()
+
+
+def test_a_vllm_model_with_room_for_adapters_names_them_in_advance(tmp_path: Path) -> None:
+    """Three berths of load `ab`: what that backend reads; room for two at once, of rank 16 for 9, and eight beside. Room
+    costs 2 slots x 16 x (sides of all projections) x 2 layers x 2 bytes. Without room, or berths, none of it."""
+    folder = random_checkpoint(tmp_path / "m")
+    berths = AdapterBerths("ab", "/arena/b/v/ab", 3)
+    spec = EngineSpec("vllm", "v", str(folder), adapter_slots=2, adapter_rank_max=9, berths=berths)
+    files = package(spec).files
+    names = {"ab-0": "/arena/b/v/ab/0", "ab-1": "/arena/b/v/ab/1", "ab-2": "/arena/b/v/ab/2"}
+    assert json.loads(files["file:1/multi_lora.json"]) == names
+    arguments = json.loads(files["file:1/model.json"])
+    assert arguments["enable_lora"] is True
+    assert [arguments[f"max_{each}"] for each in ("loras", "lora_rank", "cpu_loras")] == [2, 16, 8]
+    sides = (32 + 32) + 2 * (16 + 32) + (32 + 32) + 3 * (48 + 32)
+    plain = EngineSpec("vllm", "v", str(folder))
+    assert estimate_device_bytes(spec) - estimate_device_bytes(plain) == 2 * 16 * sides * 2 * 2
+    for without in (plain, EngineSpec("vllm", "v", str(folder), berths=berths)):
+        assert "file:1/multi_lora.json" not in package(without).files
+        assert "enable_lora" not in json.loads(package(without).files["file:1/model.json"])
 
 
 def test_packaging_a_checkpoint_imports_no_array_library() -> None:
