@@ -73,8 +73,8 @@ class EngineSpec:
 
     `devices` are those it is to stand on; empty = nobody chose, and it runs on the CPU. `tensor_parallel` is how many
     it takes, also where they are not chosen yet; `share` the bytes that it may take on each, 0 = not said; `alone_for`
-    a token of the tenant that has them alone, empty = they are shared. `adapter_slots` adapters of rank up to `adapter_rank_max` may be mixed in one
-    step of a vLLM instance, which finds them at `berths`; 0 = it serves none."""
+    a token of the tenant that has them alone, empty = they are shared. `adapter_slots` adapters of rank up to
+    `adapter_rank_max` may be mixed in one step of a vLLM instance, which finds them at `berths`; 0 = it serves none."""
 
     engine: EngineName
     triton_model_name: str

@@ -4,9 +4,9 @@ Written from that backend's sources (triton-inference-server/vllm_backend: `src/
 wheel does not bring; it was run with them and vLLM's CPU build (`tests/integration/vllm/test_adapters_on_triton.py`),
 never on a GPU. That backend reads prompts as text; it gives every key of model.json to `AsyncEngineArgs` and every key
 of `sampling_parameters` to `SamplingParams`, so that the connector to the node's kvstore and the salt of a request's
-tenant (`extra_args`) pass through it. Adapters it knows by the names of multi_lora.json, read once when the model loads;
-a request names one as `sampling_parameters.lora_name`, and vLLM opens its path when it first runs it. So names and
-paths are given out in advance (`AdapterBerths`). Decisions: docs/decisions/0146-vllm-behind-triton.md,
+tenant (`extra_args`) pass through it. Adapters it knows by the names of multi_lora.json, read once when the model
+loads; a request names one as `sampling_parameters.lora_name`, and vLLM opens its path when it first runs it. So names
+and paths are given out in advance (`AdapterBerths`). Decisions: docs/decisions/0146-vllm-behind-triton.md,
 0150-adapters-over-vllm.md.
 """
 

@@ -35,8 +35,8 @@ UNSUPPORTED_SETTINGS = (
 """Settings that change the result in ways that the engines do not compute."""
 
 INITS_THAT_LEAVE_THE_BASE = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Values of `init_lora_weights`, beside true and false, after which the base is as it was. With the others (PiSSA, OLoRA,
-LoftQ) the adapter belongs to changed base weights and would answer wrongly over these. As vLLM 0.32 has it."""
+"""Values of `init_lora_weights`, beside true and false, after which the base is as it was. With the others (PiSSA,
+OLoRA, LoftQ) the adapter belongs to changed base weights and would answer wrongly over these. As vLLM 0.32 has it."""
 
 
 def vllm_rank(rank_max: int) -> int:

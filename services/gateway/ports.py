@@ -217,11 +217,21 @@ class InferenceNode(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FoundAdapter:
+    """How a request names its adapter to an instance."""
+
+    path: str
+    engine_name: str = ""  # vLLM knows adapters by names that its loader gave out; empty = by the path
+
+
 class AdapterPlaces(Protocol):
     """The loaders, where a request needs an adapter on their nodes."""
 
-    async def find(self, placement: scheduling_pb2.Placement, request: EngineRequest, *, timeout_ms: int) -> str:
-        """Where the instance finds the request's adapter, which is there now and fits.
+    async def find(
+        self, placement: scheduling_pb2.Placement, request: EngineRequest, *, timeout_ms: int
+    ) -> FoundAdapter:
+        """Where the instance finds the request's adapter, which is there now, fits, and stays for `timeout_ms`.
 
         Raises NotFound, InvalidInput (it does not fit its base, and why), Unavailable, DeadlinePassed."""
         ...

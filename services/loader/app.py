@@ -25,6 +25,7 @@ from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId
 from roundhouse.wire.v1 import loading_pb2_grpc, vocabulary_pb2
 from services.loader.adapters.adapter_shelf import MemoryShelf
+from services.loader.adapters.berth_links import BerthLinks
 from services.loader.adapters.disk_cache import DiskCache
 from services.loader.adapters.find_devices import inventory
 from services.loader.adapters.grpc_loader import SERVICE, Handlers, LoaderServicer
@@ -39,6 +40,7 @@ from services.loader.adapters.triton_control import TritonControl
 from services.loader.domain.contents import ContentLedger
 from services.loader.domain.device_ledger import DeviceLedger
 from services.loader.operations.adapters import Adapters
+from services.loader.operations.berthing import Berthing
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.describe import Identity
 from services.loader.operations.ensure import Orders
@@ -134,7 +136,9 @@ class _Loader:
             round(self._settings.load_timeout_seconds * 1000),
             round(self._settings.unload_patience_seconds * 1000),
         )
-        steps.performed_by(Performer(self.node, steps, caches, parts).perform)
+        berthing = Berthing(self.node, BerthLinks(self._settings.berths_path), self._library, self._clock)
+        await berthing.start()
+        steps.performed_by(Performer(self.node, steps, caches, parts, berthing).perform)
         recollection = Recollection(self.node, NodeFile(self._settings.cache_dir))
         watch = TritonWatch(
             self.node, steps, self._control, self._library, self._audit, self._measurements, recollection, self._clock
@@ -149,7 +153,7 @@ class _Loader:
             await maintenance.begin(self.node.maintenance)  # an earlier process may not have come to its end
         orders = Orders(self.node, steps, self._library, self._gauge, self._clock)
         shelf = MemoryShelf(self._settings.adapter_shelf_path)
-        adapters = Adapters(self.node, caches, self._library, shelf, self._audit, self._clock)
+        adapters = Adapters(self.node, caches, self._library, shelf, self._audit, self._clock, berthing)
         await adapters.start(self._settings.adapter_host_bytes)
         handlers = Handlers(orders, prestage, self._gauge, maintenance, adapters)
         succession = Succession(self.node, steps, caches, self._library, self._audit, self._clock)

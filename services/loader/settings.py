@@ -84,6 +84,11 @@ class LoaderSettings(ServiceSettings):
         return self.arena_path.with_name(f"{self.arena_path.name}-adapters")
 
     @property
+    def berths_path(self) -> Path:
+        """The folder of links by which vLLM finds adapters: beside them."""
+        return self.arena_path.with_name(f"{self.arena_path.name}-berths")
+
+    @property
     def triton_address_for_gateways(self) -> str:
         """What gateways dial."""
         return self.triton_advertise or self.triton_grpc

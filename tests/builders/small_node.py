@@ -17,6 +17,7 @@ from services.loader.domain.devices import Device
 from services.loader.domain.instance import State
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.adapters import Adapters
+from services.loader.operations.berthing import Berthing
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.ensure import LoadOrder, Orders, UnloadOrder
 from services.loader.operations.leaks import LeakWatch
@@ -32,6 +33,7 @@ from services.loader.operations.succession import Succession
 from services.loader.operations.watch_triton import TritonWatch
 from services.loader.ports import AuditNote, Remembered
 from tests.fakes.adapter_shelf import FakeShelf
+from tests.fakes.berth_board import FakeBoard
 from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.model_control import FakeModelControl
 from tests.fakes.model_library import FakeLibrary
@@ -220,6 +222,7 @@ class SmallNode:
     leaks: LeakWatch
     shelf: FakeShelf
     adapters: Adapters
+    board: FakeBoard
 
     async def load(
         self, model: Model, generation: int = 0, *, first: Sequence[Model] = (), **more: object
@@ -263,11 +266,12 @@ async def small_node(
     watched: bool = False,
     memory: FakeNodeMemory | None = None,
     triton: FakeModelControl | None = None,
+    berths: FakeBoard | None = None,
     devices: Sequence[Device] = (),
 ) -> AsyncIterator[SmallNode]:
     """A node whose catalogue and sources have `models`; `watched` runs the watch each second, as a process does.
 
-    `memory` and `triton` are those of an earlier process."""
+    `memory`, `triton` and `berths` are those of an earlier process."""
     clock = VirtualClock()
     library = FakeLibrary({version_of(model): model for model in models})
     sources = {model.source_path: source_of(model) for model in models}
@@ -283,7 +287,10 @@ async def small_node(
         leavers = Leavers(node, audit, measurements, clock)
         caches = CacheTiers(node, steps, cache, arena, stagings, leavers, clock)
         parts = Parts(control, library, audit, measurements, processes, inventory, clock, LOAD_TIMEOUT_MS)
-        steps.performed_by(Performer(node, steps, caches, parts).perform)
+        board = berths or FakeBoard()
+        berthing = Berthing(node, board, library, clock)
+        await berthing.start()
+        steps.performed_by(Performer(node, steps, caches, parts, berthing).perform)
         recollection = Recollection(node, remembered)
         watch = TritonWatch(node, steps, control, library, audit, measurements, recollection, clock)
         orders = Orders(node, steps, library, gauge, clock)
@@ -291,7 +298,7 @@ async def small_node(
         maintenance = Maintenance(node, steps, prestage, recollection)
         succession = Succession(node, steps, caches, library, audit, clock)
         shelf = FakeShelf()
-        adapters = Adapters(node, caches, library, shelf, audit, clock)
+        adapters = Adapters(node, caches, library, shelf, audit, clock, berthing)
         await caches.start()
         await adapters.start(adapter_bytes)
         await recollection.recall()
@@ -319,6 +326,7 @@ async def small_node(
             LeakWatch(node, processes, inventory, audit, measurements, clock, LEAK_BYTES),
             shelf,
             adapters,
+            board,
         )
         if beat is not None:
             beat.cancel()

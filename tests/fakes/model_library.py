@@ -9,6 +9,7 @@ from engines.placement import Placement, placement_parameter
 from roundhouse.catalogue.records import Adapter, ContentFile, Model
 from roundhouse.errors import InvalidInput, NotFound
 from roundhouse.vocabulary import AdapterName, Digest, ModelName, TenantId
+from services.loader.domain.berths import Berths
 from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
@@ -29,6 +30,8 @@ class FakeLibrary:
     """Every look at an adapter and a base."""
     views: list[ArenaView | None] = field(default_factory=list)
     """Where the engine of each package finds its weights in host memory."""
+    berths: list[Berths | None] = field(default_factory=list)
+    """Where it finds adapters."""
 
     def find(self, version: ModelVersion) -> Model:
         """See `ModelLibrary.find`."""
@@ -73,9 +76,11 @@ class FakeLibrary:
         arena: ArenaView | None,
         devices: Sequence[Device] = (),
         alone_for: str = "",
+        berths: Berths | None = None,
     ) -> LoadPackage:
         """See `ModelLibrary.package`."""
         placement = placement_parameter(Placement(tuple(each.uuid for each in devices), alone_for))
         knobs = {**self.knobs.get(model.name, {}), "devices": placement}
         self.views.append(arena)
+        self.berths.append(berths)
         return LoadPackage(json.dumps({"parameters": {name: {"string_value": text} for name, text in knobs.items()}}))

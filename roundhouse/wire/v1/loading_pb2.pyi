@@ -205,6 +205,7 @@ class EnsureAdapterRequest(_message.Message):
     TENANT_ID_FIELD_NUMBER: _builtins.int
     TRITON_MODEL_NAME_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    USE_MS_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """catalogue name"""
     digest: _builtins.str
@@ -214,6 +215,8 @@ class EnsureAdapterRequest(_message.Message):
     """the instance that is to use it"""
     deadline_ms: _builtins.int
     """from receipt"""
+    use_ms: _builtins.int
+    """from receipt: how long the requests that it is asked for may still run"""
     def __init__(
         self,
         *,
@@ -222,10 +225,11 @@ class EnsureAdapterRequest(_message.Message):
         tenant_id: _builtins.str = ...,
         triton_model_name: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
+        use_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "deadline_ms", b"deadline_ms", "digest", b"digest", "tenant_id", b"tenant_id", "triton_model_name", b"triton_model_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "deadline_ms", b"deadline_ms", "digest", b"digest", "tenant_id", b"tenant_id", "triton_model_name", b"triton_model_name", "use_ms", b"use_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -238,22 +242,26 @@ class EnsureAdapterReply(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     KEEP_MS_FIELD_NUMBER: _builtins.int
+    ENGINE_NAME_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """on the node, as its engines see it"""
     tier: _vocabulary_pb2.Tier.ValueType
     """HOST or DISK"""
     keep_ms: _builtins.int
     """it stays there for at least so long"""
+    engine_name: _builtins.str
+    """what a request has to call it (vLLM's lora_name); empty = by its path"""
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         tier: _vocabulary_pb2.Tier.ValueType = ...,
         keep_ms: _builtins.int = ...,
+        engine_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_ms", b"keep_ms", "path", b"path", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "keep_ms", b"keep_ms", "path", b"path", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

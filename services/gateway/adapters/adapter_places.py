@@ -15,10 +15,11 @@ from roundhouse.errors import InvalidInput, NotFound, Unavailable
 from roundhouse.grpc_edge import from_rpc_error, open_channel
 from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc
 from roundhouse.wire.v1.scheduling_pb2 import Placement
-from services.gateway.ports import EngineRequest
+from services.gateway.ports import EngineRequest, FoundAdapter
 
 REMEMBERED_MAX = 10_000  # places; about 5 MB
 STAGE_MS_MAX = 30_000  # kilobytes from a source; then another attempt, on another node, is worth more
+LATER_MS = 10_000  # requests that begin within this time are asked for too; more than what is remembered
 GRACE_S = 1.0  # for the loader's own answer about its deadline
 
 _Key = tuple[str, str, str, str]
@@ -26,8 +27,9 @@ _Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    path: str
-    until_ms: int  # monotonic
+    adapter: FoundAdapter
+    until_ms: int  # monotonic; so long it need not be asked for again
+    use_until_ms: int  # until when a request that uses it may run
 
 
 class LoaderAdapters:
@@ -38,19 +40,20 @@ class LoaderAdapters:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._found: OrderedDict[_Key, _Found] = OrderedDict()
 
-    async def find(self, placement: Placement, request: EngineRequest, *, timeout_ms: int) -> str:
+    async def find(self, placement: Placement, request: EngineRequest, *, timeout_ms: int) -> FoundAdapter:
         """See `AdapterPlaces.find`."""
-        key = _key(placement, request)
+        key, asked_ms = _key(placement, request), self._clock.monotonic_ms()
         known = self._found.get(key)
-        if known is not None and known.until_ms > self._clock.monotonic_ms():
-            return known.path
-        asked_ms = self._clock.monotonic_ms()
-        reply = await self._ask(placement, request, min(timeout_ms, STAGE_MS_MAX))
-        self._found[key] = _Found(reply.path, asked_ms + reply.keep_ms // 2)
+        if known is not None and known.until_ms > asked_ms and known.use_until_ms >= asked_ms + timeout_ms:
+            return known.adapter
+        use_ms = timeout_ms + LATER_MS
+        reply = await self._ask(placement, request, min(timeout_ms, STAGE_MS_MAX), use_ms)
+        found = FoundAdapter(reply.path, reply.engine_name)
+        self._found[key] = _Found(found, asked_ms + reply.keep_ms // 2, asked_ms + use_ms)
         self._found.move_to_end(key)
         while len(self._found) > REMEMBERED_MAX:
             self._found.popitem(last=False)
-        return reply.path
+        return found
 
     def forget(self, placement: Placement, request: EngineRequest) -> None:
         """See `AdapterPlaces.forget`."""
@@ -63,7 +66,7 @@ class LoaderAdapters:
             await channel.close()
 
     async def _ask(
-        self, placement: Placement, request: EngineRequest, timeout_ms: int
+        self, placement: Placement, request: EngineRequest, timeout_ms: int, use_ms: int
     ) -> loading_pb2.EnsureAdapterReply:
         if not placement.loader_address:
             raise Unavailable("The node named no loader for its adapters.")
@@ -73,6 +76,7 @@ class LoaderAdapters:
             tenant_id=request.tenant_id,
             triton_model_name=placement.triton_model_name,
             deadline_ms=timeout_ms,
+            use_ms=use_ms,
         )
         try:
             return await self._call(placement, message, timeout_ms / 1000 + GRACE_S)

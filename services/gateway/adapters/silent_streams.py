@@ -21,7 +21,10 @@ log = structlog.get_logger(__name__)
 
 SILENCE_S = 2.0  # a guess: many decode steps long; a probe costs the engine one refused request
 PROBE_TIMEOUT_S = 5.0
-_DEAD = "is not healthy"  # Triton's words for a Python-backend model whose process is gone
+_DEAD = (
+    "is not healthy",  # Triton's words for a Python-backend model whose process is gone
+    "EngineCore encountered an issue",  # vLLM's, whose engine is a process behind that one (0.8 to 0.32; tried)
+)
 
 BeginCall = Callable[[bytes, float], Awaitable[Call]]
 """(message, seconds) → a call on the node of the stream."""
@@ -29,7 +32,7 @@ BeginCall = Callable[[bytes, float], Awaitable[Call]]
 
 def says_dead(text: str) -> bool:
     """Whether an error text of Triton means that the model's process is gone."""
-    return _DEAD in text
+    return any(words in text for words in _DEAD)
 
 
 class StreamWatch:

@@ -60,6 +60,13 @@ class Sampling:
         return json.dumps(values, separators=(",", ":"))
 
 
+def with_adapter(parameters: str, engine_name: str) -> str:
+    """`sampling_parameters` that name an adapter to vLLM's backend, which reads no input of ours; "" = none named."""
+    if not engine_name:
+        return parameters
+    return json.dumps({**json.loads(parameters), "lora_name": engine_name}, separators=(",", ":"))
+
+
 _PASSED_ON = (
     "temperature",
     "top_p",

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from roundhouse.errors import EngineFailed, InvalidInput
 from roundhouse.wire.v1.scheduling_pb2 import Placement
+from services.gateway.domain.sampling import with_adapter
 from services.gateway.ports import (
     AdapterPlaces,
     EngineChunk,
@@ -32,8 +33,12 @@ class AdapterPlacing:
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `InferenceNode.generate`; raises also what `AdapterPlaces.find` does."""
         if request.adapter_digest:
-            path = await self._places.find(placement, request, timeout_ms=timeout_ms)
-            request = replace(request, adapter_path=path)
+            found = await self._places.find(placement, request, timeout_ms=timeout_ms)
+            request = replace(
+                request,
+                adapter_path=found.path,
+                sampling_parameters=with_adapter(request.sampling_parameters, found.engine_name),
+            )
         try:
             async with aclosing(self._node.generate(placement, request, timeout_ms=timeout_ms)) as chunks:
                 async for chunk in chunks:

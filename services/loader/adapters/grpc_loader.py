@@ -101,10 +101,13 @@ class LoaderServicer(loading_pb2_grpc.LoaderServicer):
             TenantId(request.tenant_id),
             request.triton_model_name,
             request.deadline_ms,
+            request.use_ms,
         )
         place = await self._adapters.ensure(order)
         tier = vocabulary_pb2.TIER_HOST if place.in_host else vocabulary_pb2.TIER_DISK
-        return loading_pb2.EnsureAdapterReply(path=str(place.path), tier=tier, keep_ms=KEEP_MS)
+        return loading_pb2.EnsureAdapterReply(
+            path=str(place.path), tier=tier, keep_ms=KEEP_MS, engine_name=place.engine_name
+        )
 
     async def DrainNode(  # noqa: N802 - the name in the proto
         self, request: loading_pb2.DrainNodeRequest, context: Any

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.packaging import (
+    AdapterBerths,
     ArenaRanges,
     EngineDevice,
     EngineSpec,
@@ -24,6 +25,7 @@ from roundhouse.catalogue.sizes import model_config
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput, NotFound
 from roundhouse.vocabulary import AdapterName, TenantId
+from services.loader.domain.berths import Berths
 from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
@@ -89,6 +91,7 @@ class CatalogueLibrary:
         arena: ArenaView | None,
         devices: Sequence[Device] = (),
         alone_for: str = "",
+        berths: Berths | None = None,
     ) -> LoadPackage:
         """See `ModelLibrary.package`."""
         ranges = None if arena is None else ArenaRanges(str(arena.path), arena.ranges)
@@ -99,6 +102,7 @@ class CatalogueLibrary:
             devices=placed,
             share=-(-size // len(placed)) if placed else 0,
             alone_for=alone_for,
+            berths=None if berths is None else AdapterBerths(berths.name, berths.folder, berths.count),
         )
         try:
             made = await asyncio.to_thread(package, spec)
@@ -116,6 +120,8 @@ class CatalogueLibrary:
             kv_pool_tokens=model.kv_pool_tokens,
             kvstore_address=self._kvstore_address,
             tensor_parallel=model.tensor_parallel,
+            adapter_slots=model.adapter_slots,
+            adapter_rank_max=model.adapter_rank_max,
             arena=arena,
         )
 

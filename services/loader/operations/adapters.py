@@ -13,9 +13,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from roundhouse.catalogue.records import Adapter
@@ -26,6 +27,7 @@ from services.loader.adapter_ports import AdapterShelf
 from services.loader.domain.instance import State
 from services.loader.domain.memory_ledger import MemoryLedger, NoRoom
 from services.loader.domain.staging_priority import Priority
+from services.loader.operations.berthing import Berthing
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.node import Misfit, Node, Residence, Weights, weights_of
 from services.loader.ports import AuditNote, AuditTrail, ModelLibrary
@@ -49,6 +51,7 @@ class AdapterOrder:
     tenant_id: TenantId
     triton_name: str  # the instance that is to use it
     deadline_ms: int = 0  # from now; 0 = none
+    use_ms: int = 0  # from now: how long the requests that it is asked for may still run
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class AdapterPlace:
 
     path: Path
     in_host: bool
+    engine_name: str = ""  # what a request has to call it; empty = by its path
 
 
 class Adapters:
@@ -70,15 +74,17 @@ class Adapters:
         shelf: AdapterShelf,
         audit: AuditTrail,
         clock: Clock,
+        berthing: Berthing,
     ) -> None:
         self._node = node
+        self._berthing = berthing
         self._stock = node.adapters
         self._caches = caches
         self._library = library
         self._shelf = shelf
         self._audit = audit
         self._clock = clock
-        self._fits: set[tuple[Digest, Digest]] = set()
+        self._fits: set[tuple[Digest, Digest, int]] = set()
         self._busy: dict[Digest, asyncio.Lock] = {}
         self._callers: Counter[Digest] = Counter()
         self._shelving = asyncio.Lock()
@@ -112,7 +118,7 @@ class Adapters:
             try:
                 self._caches.promote(adapter.digest, Priority.DEMAND)  # it may be under way in the background
                 async with self._alone(adapter.digest):
-                    return await self._bring(adapter, home, Priority.DEMAND)
+                    return await self._berthed(order, home, await self._bring(adapter, home, Priority.DEMAND))
             except CapacityExhausted:
                 if until_ms is None or self._clock.monotonic_ms() >= until_ms:
                     raise
@@ -141,9 +147,22 @@ class Adapters:
                 return home
         raise NotFound("the node does not have that instance any more")
 
+    async def _berthed(self, order: AdapterOrder, home: Residence, place: AdapterPlace) -> AdapterPlace:
+        """The place, by the name under which the instance knows it if that is not its path."""
+        berths = self._berthing.of(home)
+        if berths is None:
+            return place
+        self._berthing.promise(order.digest, KEEP_MS + order.use_ms)
+        return replace(place, engine_name=await self._berthing.moor(berths, order.digest, place.path))
+
+    def _pair(self, adapter: Adapter, home: Residence) -> tuple[Digest, Digest, int]:
+        """What decides whether it fits. Raises Unavailable: the instance takes no adapters."""
+        berths = self._berthing.of(home)
+        return adapter.digest, home.instance.version.digest, berths.rank_max if berths else 0
+
     def _check_base(self, adapter: Adapter, home: Residence) -> None:
         version = home.instance.version
-        known = self._stock.misfits.get((adapter.digest, version.digest))
+        known = self._stock.misfits.get(self._pair(adapter, home))
         if known is not None:
             raise InvalidInput(known.reason, code="adapter_invalid", param="adapter")
         if adapter.base != version.model:
@@ -170,21 +189,21 @@ class Adapters:
         return AdapterPlace(path, in_host)
 
     async def _check_fit(self, adapter: Adapter, home: Residence, path: Path) -> None:
-        base = home.instance.version
-        pair = (adapter.digest, base.digest)
+        base, pair = home.instance.version, self._pair(adapter, home)
         if pair in self._fits:
             return
         if base.digest not in self._node.on_disk:  # Triton had it when this process began, and the cache was lost
             await self._caches.stage(weights_of(home.model, self._library), Priority.DEMAND, to_host=False)
         base_path = await self._caches.path(base.digest)
         try:
-            await self._library.check_adapter(path, home.model, base_path)
+            model = msgspec.structs.replace(home.model, adapter_rank_max=pair[2] or home.model.adapter_rank_max)
+            await self._library.check_adapter(path, model, base_path)
         except InvalidInput as error:
             self._refuse(pair, Misfit(adapter.name, base, error.message))
             raise
         self._fits.add(pair)
 
-    def _refuse(self, pair: tuple[Digest, Digest], misfit: Misfit) -> None:
+    def _refuse(self, pair: tuple[Digest, Digest, int], misfit: Misfit) -> None:
         """It is told to operators once, and to every caller."""
         misfits = self._stock.misfits
         if pair in misfits:
@@ -227,14 +246,26 @@ class Adapters:
         while self._stock.host.free < size:
             if not evicting:
                 return False
-            unused = [each for each in self._stock.shelved if each not in self._stock.kept_until_ms]
+            unused = [each for each in self._stock.shelved if self._may_unshelve(each)]
             if not unused:
                 return False
             await self._unshelve(min(unused, key=lambda each: (self._stock.used_ms.get(each, 0), each)))
         return True
 
+    def _may_unshelve(self, digest: Digest) -> bool:
+        """Nobody was just told of its place, and who finds it by a link finds it on disk."""
+        if digest in self._stock.kept_until_ms:
+            return False
+        return digest not in self._stock.promised_until_ms or digest in self._node.on_disk
+
     async def _unshelve(self, digest: Digest) -> None:
         self._stock.shelved.discard(digest)
+        try:
+            if digest in self._node.on_disk:
+                await self._berthing.follow(digest, await self._caches.path(digest))
+        except Unavailable:
+            self._stock.shelved.add(digest)
+            raise
         await asyncio.shield(self._shelf.remove(digest))
         self._stock.host = self._stock.host.release(digest)
 
@@ -244,9 +275,10 @@ class Adapters:
         self._stock.kept_until_ms[digest] = now_ms + KEEP_MS
 
     def _let_go(self) -> None:
-        now_ms, kept = self._clock.now_ms(), self._stock.kept_until_ms
-        for digest in [each for each, until_ms in kept.items() if until_ms <= now_ms]:
-            del kept[digest]
+        now_ms = self._clock.now_ms()
+        for promises in (self._stock.kept_until_ms, self._stock.promised_until_ms):
+            for digest in [each for each, until_ms in promises.items() if until_ms <= now_ms]:
+                del promises[digest]
 
     async def _follow_catalogue(self) -> None:
         """What the catalogue does not name any more leaves host memory at once; the disk forgets it in its own time."""
@@ -256,7 +288,7 @@ class Adapters:
         for pair in [pair for pair in self._stock.misfits if pair[0] not in self._stock.declared]:
             del self._stock.misfits[pair]
         async with self._shelving:
-            for digest in self._stock.shelved - self._stock.declared - self._stock.kept_until_ms.keys():
+            for digest in filter(self._may_unshelve, self._stock.shelved - self._stock.declared):
                 await self._unshelve(digest)
         for digest in self._stock.used_ms.keys() - self._stock.declared:
             del self._stock.used_ms[digest]
@@ -293,7 +325,9 @@ class Adapters:
             home, digest = ready.get(adapter.base), adapter.digest
             if home is None or digest in passed or digest in self._node.on_disk or digest in self._stock.shelved:
                 continue
-            if (digest, home.instance.version.digest) in self._stock.misfits:
+            if not self._berthing.takes(home):
+                continue
+            if self._pair(adapter, home) in self._stock.misfits:
                 continue
             if self._retry_ms.get(digest, 0) <= now_ms and sum(file.size for file in adapter.files) <= room:
                 return adapter, home

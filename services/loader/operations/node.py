@@ -119,10 +119,12 @@ class AdapterStock:
     """In host memory, whole and not about to leave."""
     kept_until_ms: dict[Digest, int] = field(default_factory=dict)
     """Promised to be where somebody was told that they are."""
+    promised_until_ms: dict[Digest, int] = field(default_factory=dict)
+    """Promised to be on the node, wherever: instances may still open them, and find them by links."""
     declared: frozenset[Digest] = frozenset()
     """Of the catalogue."""
-    misfits: dict[tuple[Digest, Digest], Misfit] = field(default_factory=dict)
-    """By digest of the adapter and of the base."""
+    misfits: dict[tuple[Digest, Digest, int], Misfit] = field(default_factory=dict)
+    """By digest of the adapter and of the base, and the rank that the instance has room for, 0 = the engine's."""
 
 
 @dataclass(slots=True)
@@ -196,9 +198,11 @@ class Node:
 
     def digests_in_use(self) -> frozenset[Digest]:
         """Weights that are loaded or being loaded, and adapters that an engine was just told of."""
-        return frozenset(self.adapters.kept_until_ms) | {
-            version.digest for version, home in self.residences.items() if not home.instance.state.is_at_rest
-        }
+        return (
+            frozenset(self.adapters.kept_until_ms)
+            | frozenset(self.adapters.promised_until_ms)
+            | {version.digest for version, home in self.residences.items() if not home.instance.state.is_at_rest}
+        )
 
     def sharing(self, digest: Digest) -> Iterable[Residence]:
         """Every residence with these weights."""

@@ -22,6 +22,7 @@ from services.loader.domain.sites import Need
 from services.loader.domain.staging_priority import Priority
 from services.loader.domain.versions import ModelVersion
 from services.loader.operations.admission import choose_place
+from services.loader.operations.berthing import Berthing
 from services.loader.operations.caches import CacheTiers
 from services.loader.operations.node import Node, Residence, weights_of
 from services.loader.operations.steps import Steps
@@ -62,11 +63,12 @@ class Parts:
 class Performer:
     """One of these a node. Its methods run as tasks, many versions at once, one command a version."""
 
-    def __init__(self, node: Node, steps: Steps, caches: CacheTiers, parts: Parts) -> None:
+    def __init__(self, node: Node, steps: Steps, caches: CacheTiers, parts: Parts, berthing: Berthing) -> None:
         self._node = node
         self._steps = steps
         self._caches = caches
         self._parts = parts
+        self._berthing = berthing
 
     async def perform(self, version: ModelVersion, command: Command) -> None:
         """Do `command`; takes the event it ends in."""
@@ -152,7 +154,8 @@ class Performer:
             weights = await self._caches.path(version.digest)
             view = self._caches.view(version.digest)
             devices = self._node.devices_of(home)
-            package = await self._parts.library.package(home.model, weights, view, devices, home.alone_for)
+            berths = await self._berthing.prepare(home)
+            package = await self._parts.library.package(home.model, weights, view, devices, home.alone_for, berths)
             began_ms = self._parts.clock.monotonic_ms()
             await self._parts.control.load(home.triton_name, package, timeout_ms=timeout_ms)
             await self._wait_for(home.triton_name, frozenset({TritonState.READY}), timeout_ms)
@@ -258,6 +261,7 @@ class Performer:
                 log.error("unload_failed", model=version.model, error=type(error).__name__, text=str(error))
                 await self._parts.clock.sleep_ms(REPEAT_UNLOAD_MS)
         await self._parts.control.forget(home.triton_name)
+        await self._berthing.leave(home.triton_name)
         await self._freed(home)
         made_room_for = home.promised_to
         self._steps.take(version, words.Unloaded())

@@ -99,7 +99,9 @@ def test_other_engines_keep_weights_as_they_are_stored(tmp_path: Path) -> None:
     assert device_bytes(vllm) == 32 * 2 + 100 * KV_BYTES_PER_TOKEN // 2 + WORKSPACE_BYTES
     # The sides of the 7 projections of each of 3 layers; 2 slots of rank 8 for 5, 2 bytes.
     room = device_bytes(replace(vllm, adapter_slots=2, adapter_rank_max=5)) - device_bytes(vllm)
-    assert room == 2 * 8 * sum(map(sum, base_shape(CONFIG).projections.values())) * 3 * 2  # type: ignore[union-attr]
+    shape = base_shape(CONFIG)
+    assert shape is not None
+    assert room == 2 * 8 * sum(outputs + inputs for outputs, inputs in shape.projections.values()) * 3 * 2
     onnx = SizedVersion(tmp_path / "models" / "tagger.onnx", Engine.ONNX, 0)
     assert device_bytes(onnx) == 1_000 + WORKSPACE_BYTES
 

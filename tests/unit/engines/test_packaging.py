@@ -170,8 +170,8 @@ def test_a_vllm_model_on_one_device_uses_the_nodes_kvstore(tmp_path: Path) -> No
 
 
 def test_a_vllm_model_with_room_for_adapters_names_them_in_advance(tmp_path: Path) -> None:
-    """Three berths of load `ab`: what that backend reads; room for two at once, of rank 16 for 9, and eight beside. Room
-    costs 2 slots x 16 x (sides of all projections) x 2 layers x 2 bytes. Without room, or berths, none of it."""
+    """Three berths of load `ab`: what that backend reads; room for two at once, of rank 16 for 9, eight beside. Room is
+    2 slots x 16 x (sides of all projections) x 2 layers x 2 bytes. Without room, or berths, none of it."""
     folder = random_checkpoint(tmp_path / "m")
     berths = AdapterBerths("ab", "/arena/b/v/ab", 3)
     spec = EngineSpec("vllm", "v", str(folder), adapter_slots=2, adapter_rank_max=9, berths=berths)

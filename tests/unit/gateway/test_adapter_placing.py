@@ -1,6 +1,7 @@
 """A request with an adapter: its node's loader is asked where it lies before the engine is."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from roundhouse.wire.v1 import loading_pb2
 from roundhouse.wire.v1.scheduling_pb2 import Placement
 from services.gateway.adapters.adapter_places import LoaderAdapters
 from services.gateway.operations.adapter_placing import AdapterPlacing
-from services.gateway.ports import EngineChunk, EngineRequest
+from services.gateway.ports import EngineChunk, EngineRequest, FoundAdapter
 from tests.fakes.clock import ManualClock
 from tests.fakes.inference_node import FakeNode
 
@@ -40,15 +41,16 @@ class FakePlaces:
     """`AdapterPlaces` that names a folder of the node, or raises."""
 
     error: Exception | None = None
+    engine_name: str = ""
     asked: list[tuple[str, str]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
-    async def find(self, placement: Placement, request: EngineRequest, *, timeout_ms: int) -> str:
+    async def find(self, placement: Placement, request: EngineRequest, *, timeout_ms: int) -> FoundAdapter:
         """See `AdapterPlaces.find`."""
         self.asked.append((placement.node_id, request.adapter_name))
         if self.error is not None:
             raise self.error
-        return f"/{placement.node_id}/{request.adapter_name}"
+        return FoundAdapter(f"/{placement.node_id}/{request.adapter_name}", self.engine_name)
 
     def forget(self, placement: Placement, request: EngineRequest) -> None:
         """See `AdapterPlaces.forget`."""
@@ -72,6 +74,16 @@ async def test_the_engine_is_told_the_nodes_own_path() -> None:
         "",
     ]
     assert places.asked == [("n1", "tuned"), ("n2", "tuned")]
+
+
+async def test_vllm_is_told_the_name_that_it_knows() -> None:
+    """As `lora_name`, beside the other parameters; an engine that opens paths gets the parameters as they were."""
+    inner = FakeNode()
+    for name in ("", "ab-7"):
+        assert await produced(AdapterPlacing(inner, FakePlaces(engine_name=name)), ONE, TUNED)
+    told = [call.sampling_parameters for call in inner.calls if isinstance(call, EngineRequest)]
+    assert told[0] == TUNED.sampling_parameters
+    assert json.loads(told[1]) == {"max_tokens": 2, "lora_name": "ab-7"}
 
 
 async def test_a_misfit_never_reaches_the_engine() -> None:
@@ -119,7 +131,7 @@ class AnsweringLoaders(LoaderAdapters):
         self.asked.append(message)
         if self.refusal is not None:
             raise self.refusal
-        return loading_pb2.EnsureAdapterReply(path="/shelf/1", keep_ms=10_000)
+        return loading_pb2.EnsureAdapterReply(path="/shelf/1", keep_ms=10_000, engine_name="ab-1")
 
 
 async def test_a_place_is_remembered_for_half_the_time_that_it_is_kept() -> None:
@@ -128,17 +140,28 @@ async def test_a_place_is_remembered_for_half_the_time_that_it_is_kept() -> None
     loaders = AnsweringLoaders(clock)
     other = replace(TUNED, tenant_id=TenantId("globex"))
     for placement, request, asked in ((ONE, TUNED, 1), (ONE, TUNED, 1), (TWO, TUNED, 2), (ONE, other, 3)):
-        assert await loaders.find(placement, request, timeout_ms=60_000) == "/shelf/1"
+        assert await loaders.find(placement, request, timeout_ms=60_000) == FoundAdapter("/shelf/1", "ab-1")
         assert len(loaders.asked) == asked
     first = loaders.asked[0]
     assert (first.adapter, first.digest, first.tenant_id) == ("tuned", "sha256:1", "acme")
-    assert (first.triton_model_name, first.deadline_ms) == ("m--1", 30_000)
+    assert (first.triton_model_name, first.deadline_ms, first.use_ms) == ("m--1", 30_000, 70_000)
     loaders.forget(ONE, TUNED)
     await loaders.find(ONE, TUNED, timeout_ms=1_000)
     assert len(loaders.asked) == 4
     clock.advance(5_000)
     await loaders.find(ONE, TUNED, timeout_ms=1_000)
     assert len(loaders.asked) == 5
+
+
+async def test_a_place_is_asked_for_again_for_a_request_that_may_run_longer() -> None:
+    """Asked at 0 s for 60 s and 10 more: a request at 4 s of 60 s ends before 70 s, one of 67 s does not."""
+    clock = ManualClock()
+    loaders = AnsweringLoaders(clock)
+    for wait_ms, timeout_ms, asked in ((0, 60_000, 1), (4_000, 60_000, 1), (0, 67_000, 2), (0, 77_000, 2)):
+        clock.advance(wait_ms)
+        await loaders.find(ONE, TUNED, timeout_ms=timeout_ms)
+        assert len(loaders.asked) == asked
+    assert [each.use_ms for each in loaders.asked] == [70_000, 77_000]
 
 
 async def test_what_a_loader_refuses() -> None:
