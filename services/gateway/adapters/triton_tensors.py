@@ -18,7 +18,7 @@ from services.gateway.ports import EngineChunk, EngineRequest, TensorReply, Tens
 _LENGTH = struct.Struct("<I")
 _UINT32 = struct.Struct("<I")
 _TRUE, _FALSE = b"\x01", b"\x00"
-_UNFINISHED = "null"  # what the reference engine and vLLM's backend write before the last response
+_UNFINISHED = ("", "null", "None")  # of what is not the last: the reference engine's, vLLM's backend's (tried)
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -113,7 +113,7 @@ def chunk_of_contents(names: Sequence[str], contents: Sequence[bytes]) -> Engine
         output_tokens=counted,
         input_tokens=input_tokens,
         cached_tokens=cached,
-        finish_reason=None if not finish or finish == _UNFINISHED else finish,
+        finish_reason=None if finish in _UNFINISHED else finish,
         logprobs=logprobs,
         embedding=embedding,
         prompt_logprobs=prompt_logprobs,

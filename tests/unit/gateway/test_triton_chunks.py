@@ -3,10 +3,15 @@
 import json
 from typing import Any
 
+import pytest
 from tritonclient.grpc import service_pb2 as kserve
 
+from roundhouse.errors import EngineFailed
+from roundhouse.wire.v1.scheduling_pb2 import Placement
 from services.gateway.adapters.triton_chunks import HEADS_MAX, ChunkReading, KnownHeads
+from services.gateway.adapters.triton_node import engine_error
 from services.gateway.adapters.triton_tensors import chunk_of
+from services.gateway.ports import InstanceBroken
 
 
 def message(
@@ -31,6 +36,37 @@ def test_messages_that_came_together_are_one_chunk() -> None:
     assert chunk is not None
     assert (chunk.text, chunk.output_tokens, chunk.finish_reason) == ("Hällo" + "!" * 300, 4, "stop")
     assert (chunk.cached_tokens, error) == (4, "")
+
+
+@pytest.mark.parametrize("unfinished", ["null", "None", ""])
+def test_an_answer_ends_once_whatever_an_engine_says_before(unfinished: str) -> None:
+    """Triton's vLLM backend writes Python's None before the last response, our engine JSON's null: neither is an end."""
+    reading = ChunkReading()
+    for text in ("a", "b"):
+        chunk, _ = reading.chunk([message(text, finish=unfinished)])
+        assert chunk is not None
+        assert chunk.finish_reason is None
+    chunk, _ = reading.chunk([message("c", finish=unfinished), message("", tokens=0, finish="length")])
+    assert chunk is not None
+    assert (chunk.text, chunk.finish_reason) == ("c", "length")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Stub process 'm--1_0_0' is not healthy.", InstanceBroken),
+        (
+            "Error generating stream: EngineCore encountered an issue. See stack trace (above) for the ...",
+            InstanceBroken,
+        ),
+        ("LoRA ab-1 is not supported, we currently support ['cd-0', 'cd-1']", EngineFailed),
+    ],
+)
+def test_a_dead_engine_is_told_from_one_that_failed(text: str, kind: type[EngineFailed]) -> None:
+    """Triton's words, and vLLM's behind its backend: such an instance is unloaded. None of their words reach a caller."""
+    error = engine_error(text, Placement(node_id="n1", triton_model_name="m--1"))
+    assert type(error) is kind
+    assert error.message.startswith("The engine")
 
 
 def test_the_short_way_reads_what_protobuf_reads() -> None:
