@@ -40,7 +40,7 @@ def test_messages_that_came_together_are_one_chunk() -> None:
 
 @pytest.mark.parametrize("unfinished", ["null", "None", ""])
 def test_an_answer_ends_once_whatever_an_engine_says_before(unfinished: str) -> None:
-    """Triton's vLLM backend writes Python's None before the last response, our engine JSON's null: neither is an end."""
+    """Triton's vLLM backend writes Python's None before the last response, our engine JSON's null: neither ends it."""
     reading = ChunkReading()
     for text in ("a", "b"):
         chunk, _ = reading.chunk([message(text, finish=unfinished)])
@@ -63,7 +63,7 @@ def test_an_answer_ends_once_whatever_an_engine_says_before(unfinished: str) -> 
     ],
 )
 def test_a_dead_engine_is_told_from_one_that_failed(text: str, kind: type[EngineFailed]) -> None:
-    """Triton's words, and vLLM's behind its backend: such an instance is unloaded. None of their words reach a caller."""
+    """Triton's words, and vLLM's behind its backend: such an instance is unloaded. No caller sees their words."""
     error = engine_error(text, Placement(node_id="n1", triton_model_name="m--1"))
     assert type(error) is kind
     assert error.message.startswith("The engine")
