@@ -74,6 +74,8 @@ def _model(model: Model) -> Entry:
         interface=model.interface.value,
         slots=model.slots,
         memory=_said(device=given.get("device_bytes", "auto"), kv_pool_tokens=given.get("kv_pool_tokens")),
+        adapter_slots=model.adapter_slots,
+        adapter_rank_max=model.adapter_rank_max,
         tensor_parallel=model.tensor_parallel,
         fallback=model.fallback,
         context_tokens=given.get("context_tokens") or None,  # 0: it is no language model

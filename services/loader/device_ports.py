@@ -4,7 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.loader.domain.berths import Berths
 from services.loader.domain.devices import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where an instance is to stand, and what it finds there."""
+
+    devices: tuple[Device, ...] = ()  # empty = nobody chose
+    alone_for: str = ""  # token of who has them alone; empty = they are shared
+    berths: Berths | None = None  # where it finds adapters, if it does not open their paths
 
 
 class DeviceInventory(Protocol):

@@ -12,8 +12,7 @@ from typing import Protocol
 from roundhouse.catalogue.records import Adapter, ContentFile, Model
 from roundhouse.vocabulary import AdapterName, Digest, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2
-from services.loader.domain.berths import Berths
-from services.loader.domain.devices import Device
+from services.loader.device_ports import Setting
 from services.loader.domain.versions import ModelVersion
 
 
@@ -287,16 +286,8 @@ class ModelLibrary(Protocol):
         """Which files the model's engine reads straight from host memory; the others it opens by path."""
         ...
 
-    async def package(
-        self,
-        model: Model,
-        weights: Path,
-        arena: ArenaView | None,
-        devices: Sequence[Device] = (),
-        alone_for: str = "",
-        berths: Berths | None = None,
-    ) -> LoadPackage:
-        """What Triton is told to load, to stand on `devices`, maybe alone, and to find adapters at `berths`.
+    async def package(self, model: Model, weights: Path, arena: ArenaView | None, setting: Setting) -> LoadPackage:
+        """What Triton is told to load.
 
         Raises InvalidInput: the weights are not what the engine needs, or it cannot be held to these devices."""
         ...

@@ -9,8 +9,8 @@ from engines.placement import Placement, placement_parameter
 from roundhouse.catalogue.records import Adapter, ContentFile, Model
 from roundhouse.errors import InvalidInput, NotFound
 from roundhouse.vocabulary import AdapterName, Digest, ModelName, TenantId
+from services.loader.device_ports import Setting
 from services.loader.domain.berths import Berths
-from services.loader.domain.devices import Device
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
 
@@ -69,18 +69,10 @@ class FakeLibrary:
         """See `ModelLibrary.mapped_files`."""
         return tuple(files) if self.maps else ()
 
-    async def package(
-        self,
-        model: Model,
-        weights: Path,
-        arena: ArenaView | None,
-        devices: Sequence[Device] = (),
-        alone_for: str = "",
-        berths: Berths | None = None,
-    ) -> LoadPackage:
+    async def package(self, model: Model, weights: Path, arena: ArenaView | None, setting: Setting) -> LoadPackage:
         """See `ModelLibrary.package`."""
-        placement = placement_parameter(Placement(tuple(each.uuid for each in devices), alone_for))
+        placement = placement_parameter(Placement(tuple(each.uuid for each in setting.devices), setting.alone_for))
         knobs = {**self.knobs.get(model.name, {}), "devices": placement}
         self.views.append(arena)
-        self.berths.append(berths)
+        self.berths.append(setting.berths)
         return LoadPackage(json.dumps({"parameters": {name: {"string_value": text} for name, text in knobs.items()}}))

@@ -25,8 +25,7 @@ from roundhouse.catalogue.sizes import model_config
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput, NotFound
 from roundhouse.vocabulary import AdapterName, TenantId
-from services.loader.domain.berths import Berths
-from services.loader.domain.devices import Device
+from services.loader.device_ports import Setting
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
 
@@ -84,24 +83,19 @@ class CatalogueLibrary:
         """See `ModelLibrary.mapped_files`."""
         return tuple(file for file in files if maps_file(model.engine.value, file.name))
 
-    async def package(
-        self,
-        model: Model,
-        weights: Path,
-        arena: ArenaView | None,
-        devices: Sequence[Device] = (),
-        alone_for: str = "",
-        berths: Berths | None = None,
-    ) -> LoadPackage:
+    async def package(self, model: Model, weights: Path, arena: ArenaView | None, setting: Setting) -> LoadPackage:
         """See `ModelLibrary.package`."""
         ranges = None if arena is None else ArenaRanges(str(arena.path), arena.ranges)
-        placed = tuple(EngineDevice(each.uuid, each.ordinal, each.visible_as, each.capacity) for each in devices)
+        placed = tuple(
+            EngineDevice(each.uuid, each.ordinal, each.visible_as, each.capacity) for each in setting.devices
+        )
         size = await self.device_bytes(model) if placed else 0
+        berths = setting.berths
         spec = replace(
             self._spec(model, weights, ranges),
             devices=placed,
             share=-(-size // len(placed)) if placed else 0,
-            alone_for=alone_for,
+            alone_for=setting.alone_for,
             berths=None if berths is None else AdapterBerths(berths.name, berths.folder, berths.count),
         )
         try:

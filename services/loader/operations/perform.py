@@ -13,7 +13,7 @@ import structlog
 from roundhouse.catalogue.records import Engine, Model
 from roundhouse.clock import Clock
 from roundhouse.errors import CapacityExhausted, DeadlinePassed, NotFound, RoundhouseError, Unavailable
-from services.loader.device_ports import DeviceInventory, ModelProcesses
+from services.loader.device_ports import DeviceInventory, ModelProcesses, Setting
 from services.loader.domain import instance as words
 from services.loader.domain.instance import Command, State
 from services.loader.domain.memory_ledger import NoRoom
@@ -153,9 +153,9 @@ class Performer:
                 await self._parts.control.unload(home.triton_name, timeout_ms=CONTROL_TIMEOUT_MS)
             weights = await self._caches.path(version.digest)
             view = self._caches.view(version.digest)
-            devices = self._node.devices_of(home)
             berths = await self._berthing.prepare(home)
-            package = await self._parts.library.package(home.model, weights, view, devices, home.alone_for, berths)
+            setting = Setting(self._node.devices_of(home), home.alone_for, berths)
+            package = await self._parts.library.package(home.model, weights, view, setting)
             began_ms = self._parts.clock.monotonic_ms()
             await self._parts.control.load(home.triton_name, package, timeout_ms=timeout_ms)
             await self._wait_for(home.triton_name, frozenset({TritonState.READY}), timeout_ms)

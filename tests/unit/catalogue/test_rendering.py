@@ -39,9 +39,11 @@ tenants:
 models:
   - name: chat
     source: {path: models/chat}
-    engine: reference
+    engine: vllm
     interface: llm
     slots: 2
+    adapter_slots: 1
+    adapter_rank_max: 32
     memory: {device: 64MiB, kv_pool_tokens: 100}
     tensor_parallel: 2
     fallback: far

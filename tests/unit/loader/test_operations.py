@@ -14,6 +14,7 @@ from roundhouse.errors import (
     NotFound,
     Unavailable,
 )
+from services.loader.device_ports import Setting
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.admission import NEVER_FITS
@@ -255,7 +256,9 @@ def test_a_new_process_adopts_what_fits_and_unloads_the_rest() -> None:
         async with small_node(MODELS) as old:
             for model in (A, B):
                 await old.load(model)
-            await old.control.load("stranger--1", await old.library.package(A, Path("/"), None), timeout_ms=9)
+            await old.control.load(
+                "stranger--1", await old.library.package(A, Path("/"), None, Setting()), timeout_ms=9
+            )
         async with small_node((A, B), device_bytes=150) as new:
             new.watch._control = old.control
             await new.watch.turn()
@@ -270,7 +273,7 @@ def test_a_new_process_adopts_what_fits_and_unloads_the_rest() -> None:
 @on_a_small_node(*MODELS)
 async def test_without_a_catalogue_nothing_is_unloaded(node: SmallNode) -> None:
     """An unknown name proves nothing before the catalogue was read; the node waits instead."""
-    await node.control.load("m--1", await node.library.package(A, Path("/"), None), timeout_ms=9)
+    await node.control.load("m--1", await node.library.package(A, Path("/"), None, Setting()), timeout_ms=9)
     node.library.is_known = False
     await node.watch.turn()
     assert node.control.unloads == []
