@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ class TritonPythonModel:
         repository = Path(args["model_repository"])
         self._knobs: dict[str, Any] = json.loads((repository / "knobs.json").read_text())
         self._stopping = threading.Event()
-        self._worker = threading.Lock() if self._knobs.get("one_at_a_time") else nullcontext()
+        self._worker = OneWorker() if self._knobs.get("one_at_a_time") else None
         time.sleep(self._knobs["load_ms"] / 1e3)
         if self._knobs["fail_load"]:
             raise RuntimeError(self._knobs["fail_load"])
@@ -49,6 +48,24 @@ class TritonPythonModel:
         self._stopping.set()
 
 
+class OneWorker:
+    """A device that runs one request after the other, each for its time and not a moment longer.
+
+    When each ends is fixed when it comes, so that waking up late, or asking Triton whether the caller has left, takes
+    nothing from the next one. A caller who leaves does not shorten it."""
+
+    def __init__(self) -> None:
+        self._free_s = 0.0
+        self._lock = threading.Lock()
+
+    def ms_until_done(self, run_ms: float) -> float:
+        """Give the next `run_ms` to a request that came now; returns how long it is until it is through."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s = max(now_s, self._free_s) + run_ms / 1e3
+            return (self._free_s - now_s) * 1e3
+
+
 class KnobAnswer:
     """One request."""
 
@@ -58,7 +75,7 @@ class KnobAnswer:
         inputs: dict[str, Any],
         sender: Any,
         stopping: threading.Event,
-        worker: AbstractContextManager[Any],
+        worker: OneWorker | None,
     ) -> None:
         self._knobs = knobs
         self._inputs = inputs
@@ -76,9 +93,8 @@ class KnobAnswer:
         if self._details.get("phase") == "embed":
             self._send(0, 0, "stop", embedding=True)
         elif self._knobs["request_ms"] is not None:
-            with self._worker:
-                waited = self._wait(self._knobs["request_ms"])
-            if waited:
+            run_ms = self._knobs["request_ms"]
+            if self._wait(self._worker.ms_until_done(run_ms) if self._worker else run_ms):
                 self._send(0, self._tokens, self._finish)
         elif self._inputs.get("stream"):
             self._stream()
