@@ -44,6 +44,7 @@ from services.gateway.adapters.kv_holds import KvStoreHolds
 from services.gateway.adapters.metering_grpc import MeteringService
 from services.gateway.adapters.model_signatures import NodeSignatures
 from services.gateway.adapters.native_grpc import NativeService
+from services.gateway.adapters.node_states import NodeStateFeed
 from services.gateway.adapters.openai_calls import OpenAICalls
 from services.gateway.adapters.openai_routes import OpenAIRoutes
 from services.gateway.adapters.openai_work import OpenAIWork
@@ -124,6 +125,7 @@ class Gateway:
         self._stack = stack
         self._readiness = Readiness("nats", "redis", "catalogue", "usage_outbox", "serving")
         self._turns: list[asyncio.Lock] = []
+        self._nodes = NodeStateFeed()
         self._parts_closing = False
 
     async def start(self, addresses: Addresses) -> None:
@@ -138,7 +140,9 @@ class Gateway:
         self._stack.push_async_callback(self._end_turns)
         declared = await self._catalogue(redis, bus)
         catalogue = ServingVersions(declared, world.clock)
-        await catalogue.start(bus)
+        self._nodes.listen(catalogue.observe)
+        await self._nodes.start(bus)
+        self._stack.push_async_callback(self._nodes.stop)
         keys = await self._directory(redis)
         parts = await self._parts(bus, redis, catalogue)
         self._every(PROBE_MS, lambda: self._probe(bus, redis, catalogue), "readiness")
@@ -226,8 +230,7 @@ class Gateway:
         outbox = await self._outbox(bus, scheduler)
         grants = await receive_grants(bus, settings.instance_id, attempts)
         self._stack.push_async_callback(grants.stop)
-        emptied = await leave_emptied_nodes(bus, attempts)
-        self._stack.push_async_callback(emptied.stop)
+        leave_emptied_nodes(self._nodes, attempts)
         self._every(HEARTBEAT_MS, lambda: beat(attempts, scheduler, world.clock), "heartbeat")
         self._every(HEARTBEAT_MS, lambda: renew(attempts, admission, settlements), "lease_renewal")
         return RequestParts(
@@ -268,7 +271,9 @@ class Gateway:
 
         Returns what is known of the nodes."""
         settings = self._settings
-        parts = AdminParts(redis, bus, self._world.clock, catalogue, keys, settings.metering_url, settings.cluster)
+        parts = AdminParts(
+            redis, bus, self._world.clock, catalogue, keys, settings.metering_url, settings.cluster, self._nodes
+        )
         services = await self._stack.enter_async_context(open_admin(parts))
         if settings.catalogue_file:
             declared = await asyncio.to_thread(_read_declared, settings.catalogue_file)

@@ -1,4 +1,4 @@
-"""`BusNodeStates` and `GrpcNodeLoader` against a real loader server and both buses: what operators see and command."""
+"""Node states over both buses, and `GrpcNodeLoader` against a real loader server: what operators see and command."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,8 @@ from roundhouse.errors import CapacityExhausted, Unavailable
 from roundhouse.event_bus import NatsBus
 from roundhouse.grpc_edge import GrpcServer
 from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc, vocabulary_pb2
-from services.gateway.adapters.admin_nodes import ALIVE_MS, BusNodeStates, GrpcNodeLoader
+from services.gateway.adapters.admin_nodes import ALIVE_MS, GrpcNodeLoader, HeardNodeStates
+from services.gateway.adapters.node_states import NodeStateFeed
 from services.gateway.operations.admin_ports import LoadCommand
 from tests.fakes.clock import ManualClock
 from tests.fakes.event_bus import FakeBus
@@ -35,7 +36,7 @@ def state(node: str, *, incarnation: str = "1", sequence: int = 1) -> loading_pb
     return loading_pb2.NodeState(node_id=node, incarnation=incarnation, sequence=sequence, accepting=True)
 
 
-async def told(states: BusNodeStates, wanted: list[tuple[str, int]]) -> None:
+async def told(states: HeardNodeStates, wanted: list[tuple[str, int]]) -> None:
     """Wait until the nodes are these, with these sequence numbers."""
     async with asyncio.timeout(30):
         while [(one.node_id, one.sequence) for one in await states.all()] != wanted:  # noqa: ASYNC110 - another's turn
@@ -45,8 +46,9 @@ async def told(states: BusNodeStates, wanted: list[tuple[str, int]]) -> None:
 async def test_states_come_over_the_bus_in_order_of_their_numbers(bus: Any) -> None:
     """Newest by node, by node id; an older one that comes late, and what is no state, change nothing; silence ends."""
     clock = ManualClock()
-    states = BusNodeStates(bus, clock)
-    await states.start()
+    states, feed = HeardNodeStates(clock), NodeStateFeed()
+    feed.listen(states.observe)
+    await feed.start(bus)
     for said in (state("b", sequence=5), state("a"), state("b", sequence=4)):
         await bus.publish(subjects.node_state(said.node_id), said.SerializeToString())
     await bus.publish(subjects.node_state("c"), b"\xff\xff\xff")
@@ -55,8 +57,8 @@ async def test_states_come_over_the_bus_in_order_of_their_numbers(bus: Any) -> N
     await told(states, [("a", 1), ("b", 1)])
     clock.advance(ALIVE_MS + 1)
     assert await states.all() == []
-    await states.stop()
-    await states.stop()
+    await feed.stop()
+    await feed.stop()
 
 
 class Loader(loading_pb2_grpc.LoaderServicer):

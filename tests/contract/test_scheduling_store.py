@@ -294,12 +294,8 @@ class BothStores(RuleBasedStateMachine):
         """Every counter behind the answers is equal, so that no difference stays hidden until later."""
         for version, queues in self.fake.queue(self.pool)._versions.items():
             running, run, output, floor, _, *rest = self.runner.run(self._packed(f"v:{version}")) or [0] * 20
-            assert (running, run, output, floor) == (
-                queues.running,
-                queues.average_run_milli,
-                queues.average_output_milli,
-                queues.pass_floor_milli,
-            )
+            averages = queues.average_run_milli, queues.average_output_milli
+            assert (running, run, output, floor) == (queues.running, *averages, queues.pass_floor_milli)
             by_class = zip(rest[:3], rest[3:6], rest[6:9], rest[9:12], strict=True)
             for number, (numbers, lane) in enumerate(zip(by_class, queues.lanes.values(), strict=True), start=1):
                 assert numbers == (lane.pass_milli, lane.waiting, lane.floor_milli, lane.turns)

@@ -22,10 +22,11 @@ from services.gateway.adapters.admin_caches import GrpcNodeCaches, StreamedErasu
 from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.admin_metering import MeteringProxy
-from services.gateway.adapters.admin_nodes import BusNodeStates, GrpcNodeLoader, GrpcNodeMaintenance
+from services.gateway.adapters.admin_nodes import GrpcNodeLoader, GrpcNodeMaintenance, HeardNodeStates
 from services.gateway.adapters.admin_usage import HttpUsageQueries
 from services.gateway.adapters.answer_store import RedisAnswerStore
 from services.gateway.adapters.batch_composition import batch_operations
+from services.gateway.adapters.node_states import NodeStateFeed
 from services.gateway.operations.admin_maintenance import MaintenanceOperations
 from services.gateway.operations.admin_models import ModelOperations
 from services.gateway.operations.apply import CatalogueApplication
@@ -46,39 +47,33 @@ class AdminParts:
     directory: KeyDirectory
     metering_url: str
     cluster: str
+    nodes: NodeStateFeed
     reading: FileReading | None = None  # None: files are read with the sizes of `roundhouse.catalogue.sizes`
 
 
 @asynccontextmanager
 async def open_admin(parts: AdminParts) -> AsyncIterator[AdminServices]:
-    """What `admin_app` needs; node states are followed while the context is open. Raises Unavailable."""
+    """What `admin_app` needs, while the context is open. Raises Unavailable."""
     audit = BusAuditTrail(parts.bus, parts.clock)
-    nodes = BusNodeStates(parts.bus, parts.clock)
+    nodes = HeardNodeStates(parts.clock)
+    parts.nodes.listen(nodes.observe)
     store = CatalogueStore(parts.redis)
     reading = parts.reading or FileReading(DigestCache())
     async with httpx.AsyncClient(base_url=parts.metering_url, trust_env=False) as metering:
-        await nodes.start()
-        try:
-            yield AdminServices(
-                directory=parts.directory,
-                catalogue=parts.catalogue,
-                applying=CatalogueApplication(store, parts.catalogue, parts.bus, audit, reading),
-                keys=KeyOperations(
-                    RedisKeyRegistry(parts.redis), parts.catalogue, audit, parts.clock, secrets.token_bytes
-                ),
-                models=ModelOperations(parts.catalogue, nodes, GrpcNodeLoader(), audit),
-                maintenance=MaintenanceOperations(nodes, GrpcNodeMaintenance(), audit),
-                forecasts=BusForecasts(parts.bus),
-                nodes=nodes,
-                usage=HttpUsageQueries(metering),
-                metering=MeteringProxy(metering),
-                clock=parts.clock,
-                erasing=CacheErasure(
-                    parts.cluster, nodes, GrpcNodeCaches(), StreamedErasures(parts.bus, parts.clock), audit
-                ),
-                stored=StoredErasure(
-                    RedisAnswerStore(parts.redis), await batch_operations(parts.bus, parts.clock), audit
-                ),
-            )
-        finally:
-            await nodes.stop()
+        yield AdminServices(
+            directory=parts.directory,
+            catalogue=parts.catalogue,
+            applying=CatalogueApplication(store, parts.catalogue, parts.bus, audit, reading),
+            keys=KeyOperations(RedisKeyRegistry(parts.redis), parts.catalogue, audit, parts.clock, secrets.token_bytes),
+            models=ModelOperations(parts.catalogue, nodes, GrpcNodeLoader(), audit),
+            maintenance=MaintenanceOperations(nodes, GrpcNodeMaintenance(), audit),
+            forecasts=BusForecasts(parts.bus),
+            nodes=nodes,
+            usage=HttpUsageQueries(metering),
+            metering=MeteringProxy(metering),
+            clock=parts.clock,
+            erasing=CacheErasure(
+                parts.cluster, nodes, GrpcNodeCaches(), StreamedErasures(parts.bus, parts.clock), audit
+            ),
+            stored=StoredErasure(RedisAnswerStore(parts.redis), await batch_operations(parts.bus, parts.clock), audit),
+        )

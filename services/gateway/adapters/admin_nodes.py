@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 
-from roundhouse import subjects, telemetry
+from roundhouse import telemetry
 from roundhouse.clock import Clock
-from roundhouse.event_bus import EventBus, Message, Subscription
 from roundhouse.grpc_edge import from_rpc_error, open_channel
 from roundhouse.wire.v1 import loading_pb2, loading_pb2_grpc
 from services.gateway.operations.admin_ports import LoadCommand
@@ -28,24 +26,12 @@ class _Heard:
     at_ms: int  # monotonic
 
 
-class BusNodeStates:
-    """`NodeStates` from what loaders publish every second. Complete about a second after `start`."""
+class HeardNodeStates:
+    """`NodeStates` from what loaders publish every second: let it `observe` what a `NodeStateFeed` hears."""
 
-    def __init__(self, bus: EventBus, clock: Clock) -> None:
-        self._bus = bus
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._heard: dict[str, _Heard] = {}
-        self._subscription: Subscription | None = None
-
-    async def start(self) -> None:
-        """Follow the nodes until `stop`. Raises Unavailable."""
-        self._subscription = await self._bus.subscribe(subjects.NODE_STATES, self._on_state)
-
-    async def stop(self) -> None:
-        """Follow no more. Idempotent."""
-        if self._subscription is not None:
-            await self._subscription.stop()
-            self._subscription = None
 
     async def all(self) -> Sequence[loading_pb2.NodeState]:
         """See `NodeStates.all`."""
@@ -53,12 +39,8 @@ class BusNodeStates:
         self._heard = {node: heard for node, heard in self._heard.items() if heard.at_ms >= oldest_ms}
         return [self._heard[node].state for node in sorted(self._heard)]
 
-    async def _on_state(self, message: Message) -> None:
-        try:
-            state = loading_pb2.NodeState.FromString(message.data)
-        except DecodeError:
-            log.warning("node_state_not_readable", subject=message.subject)
-            return
+    def observe(self, state: loading_pb2.NodeState) -> None:
+        """Take in what one node says; an older word of the same process changes nothing."""
         known = self._heard.get(state.node_id)
         if known is None and len(self._heard) >= NODES_MAX:
             return

@@ -11,6 +11,7 @@ from roundhouse.errors import Unavailable
 from roundhouse.event_bus import AT_ONCE, EventBus, Message, Subscription
 from roundhouse.wire.v1 import loading_pb2
 from roundhouse.wire.v1 import scheduling_pb2 as wire
+from services.gateway.adapters.node_states import NodeStateFeed
 from services.gateway.operations.attempts import Attempts
 
 
@@ -63,12 +64,11 @@ async def receive_grants(bus: EventBus, gateway_id: str, attempts: Attempts) -> 
     return await bus.subscribe(subjects.gateway_grant(gateway_id), on_delivery, concurrency=AT_ONCE)
 
 
-async def leave_emptied_nodes(bus: EventBus, attempts: Attempts) -> Subscription:
+def leave_emptied_nodes(nodes: NodeStateFeed, attempts: Attempts) -> None:
     """Have streams leave nodes that are in maintenance, as soon as their loaders say so, and each time they say it."""
 
-    async def on_state(message: Message) -> None:
-        state = loading_pb2.NodeState.FromString(message.data)
+    def on_state(state: loading_pb2.NodeState) -> None:
         if state.emptying:
             attempts.leave(state.node_id)
 
-    return await bus.subscribe(subjects.NODE_STATES, on_state)
+    nodes.listen(on_state)

@@ -12,13 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-from google.protobuf.message import DecodeError
 
-from roundhouse import subjects
 from roundhouse.catalogue.records import Catalogue, Model
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.clock import Clock
-from roundhouse.event_bus import EventBus, Message
 from roundhouse.vocabulary import Digest, ModelName
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 
@@ -48,7 +45,7 @@ class _Said:
 
 
 class ServingVersions:
-    """`CatalogueView` over another one. `start` follows the nodes for as long as the bus is open."""
+    """`CatalogueView` over another one: let it `observe` what a `NodeStateFeed` hears."""
 
     def __init__(self, catalogue: CatalogueView, clock: Clock) -> None:
         self._catalogue = catalogue
@@ -80,17 +77,6 @@ class ServingVersions:
     async def refresh(self) -> None:
         """See `CatalogueView.refresh`."""
         await self._catalogue.refresh()
-
-    async def start(self, bus: EventBus) -> None:
-        """Follow what the nodes say. Raises Unavailable."""
-        await bus.subscribe(subjects.NODE_STATES, self._on_message)
-
-    async def _on_message(self, message: Message) -> None:
-        try:
-            state = loading_pb2.NodeState.FromString(message.data)
-        except DecodeError:
-            return
-        self.observe(state)
 
     def observe(self, state: loading_pb2.NodeState) -> None:
         """Take in what one node says."""

@@ -14,11 +14,11 @@ import structlog
 from roundhouse.clock import Clock
 from roundhouse.errors import RoundhouseError, Unavailable
 from roundhouse.vocabulary import NodeId, PoolName
-from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.scheduler.domain.nodes import Residence
-from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, digest_of, instance_key, model_of
+from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, instance_key, model_of
 from services.scheduler.domain.residency import DrainOrder
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.orders import unload_order
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import LoaderFleet, SchedulingStore
 
@@ -50,7 +50,7 @@ class BrokenInstances:
         Ignored if the instance became ready only after that request began: it is a new one, and may be well."""
         key = instance_key(node_id, version)
         now_ms = self._clock.now_ms()
-        if key in self._tasks or not self._is_ready(pool, node_id, version, since_ms=now_ms - run_ms):
+        if key in self._tasks or not self._pools.is_ready(node_id, version, since_ms=now_ms - run_ms):
             return
         await self._close(pool, key, version)
         log.warning("instance_broken", node=node_id, model=model_of(version))
@@ -83,12 +83,6 @@ class BrokenInstances:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _is_ready(self, pool: PoolName, node_id: NodeId, version: VersionKey, *, since_ms: int) -> bool:
-        found = next(
-            (each.find_any(version) for each in self._pools.nodes.nodes(pool) if each.node_id == node_id), None
-        )
-        return found is not None and found.residence is Residence.READY and found.since_ms <= since_ms
-
     async def _close(self, pool: PoolName, key: InstanceKey, version: VersionKey) -> None:
         now_ms = self._clock.now_ms()
         order = DrainOrder(key, version, BROKEN, now_ms + HOLD_MS, rotate=True)
@@ -110,12 +104,7 @@ class BrokenInstances:
         self._dispatcher.wake(pool)
 
     async def _unloaded(self, address: str, version: VersionKey) -> bool:
-        request = loading_pb2.EnsureUnloadedRequest(
-            version=vocabulary_pb2.ModelVersion(model=model_of(version), digest=digest_of(version)),
-            generation=self._clock.now_ms(),
-            deadline_ms=UNLOAD_MS,
-            reason=REASON,
-        )
+        request = unload_order(version, self._clock.now_ms(), deadline_ms=UNLOAD_MS, reason=REASON)
         try:
             await self._loaders.ensure_unloaded(address, request)
         except RoundhouseError as error:

@@ -132,6 +132,11 @@ class NodeRegistry:
         heard = self._heard.get(node_id)
         return heard.state if heard else None
 
+    def instance(self, node_id: NodeId, version: VersionKey) -> InstanceView | None:
+        """What a node said last of a version, whoever it has it for."""
+        heard = self._heard.get(node_id)
+        return heard.view.find_any(version) if heard else None
+
     def heard_since(self, node_id: NodeId, time_ms: int) -> bool:
         """Whether a state of the node came after `time_ms`."""
         heard = self._heard.get(node_id)

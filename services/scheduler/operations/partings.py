@@ -14,11 +14,11 @@ import structlog
 from roundhouse.clock import Clock
 from roundhouse.errors import RoundhouseError, Unavailable
 from roundhouse.vocabulary import NodeId, PoolName
-from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.scheduler.domain.plans import Parting
-from services.scheduler.domain.records import Draining, InstanceKey, digest_of, model_of
+from services.scheduler.domain.records import Draining, InstanceKey, model_of
 from services.scheduler.domain.residency import DrainOrder
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.orders import unload_order
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import LoaderFleet, SchedulingStore
 
@@ -86,12 +86,7 @@ class Partings:
         sent = await self._store.send_drains(pool, parting.purpose, [victim.instance], now_ms + HOLD_MS, now_ms)
         if state is None or not sent:
             return False
-        request = loading_pb2.EnsureUnloadedRequest(
-            version=vocabulary_pb2.ModelVersion(model=model_of(victim.version), digest=digest_of(victim.version)),
-            generation=now_ms,
-            deadline_ms=UNLOAD_MS,
-            reason=REASON,
-        )
+        request = unload_order(victim.version, now_ms, deadline_ms=UNLOAD_MS, reason=REASON)
         log.info("parting", model=model_of(victim.version), node=parting.node_id)
         await self._loaders.ensure_unloaded(state.loader_address, request)
         return True

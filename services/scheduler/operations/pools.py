@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from roundhouse.catalogue.records import DEDICATED_MIG, Catalogue
 from roundhouse.clock import Clock
 from roundhouse.vocabulary import ModelName, NodeId, PoolName, TenantId
-from roundhouse.wire.v1 import loading_pb2, scheduling_pb2, vocabulary_pb2
+from roundhouse.wire.v1 import loading_pb2, scheduling_pb2
 from services.scheduler.domain.nodes import InstanceView, NodeView, Residence, Role, VersionSpec
 from services.scheduler.domain.plans import PoolView
 from services.scheduler.domain.records import (
@@ -150,13 +150,12 @@ class Pools:
         tenant = self.catalogue.current.tenants.get(tenant_id)
         return version_key(model, digest, tenant_id if tenant is not None and tenant.has_own_instances else "")
 
-    def is_ready(self, node_id: NodeId, version: VersionKey) -> bool:
-        """Whether the node says that it serves a version."""
-        state = self.nodes.state(node_id)
-        return state is not None and any(
-            _version(each) == base_of(version) and each.state == vocabulary_pb2.INSTANCE_STATE_READY
-            for each in state.instances
-        )
+    def is_ready(self, node_id: NodeId, version: VersionKey, *, since_ms: int | None = None) -> bool:
+        """Whether the node says that it serves a version, whoever it is for, and did so already at `since_ms`."""
+        found = self.nodes.instance(node_id, version)
+        if found is None or found.residence is not Residence.READY:
+            return False
+        return since_ms is None or found.since_ms <= since_ms
 
     def offers(self, pool: PoolName, versions: set[VersionKey] | None) -> list[Offer]:
         """Ready instances on healthy nodes, of the given versions or (None) of all."""

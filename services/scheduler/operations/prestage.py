@@ -16,8 +16,9 @@ from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.scheduler.domain.affinity import order
 from services.scheduler.domain.nodes import NodeView, Residence, Role, Tier, VersionSpec
 from services.scheduler.domain.placement import PoolView
-from services.scheduler.domain.records import VersionKey, digest_of, model_of, owner_of
+from services.scheduler.domain.records import VersionKey, model_of, owner_of
 from services.scheduler.operations.foresight import Foresight
+from services.scheduler.operations.orders import wire_version
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import LoaderFleet
 
@@ -86,7 +87,7 @@ class Prestaging:
         if state is None:
             return
         request = loading_pb2.EnsureLoadedRequest(
-            version=vocabulary_pb2.ModelVersion(model=model_of(version), digest=digest_of(version)),
+            version=wire_version(version),
             generation=self._clock.now_ms(),
             deadline_ms=DEADLINE_MS,
             reason="prewarm",

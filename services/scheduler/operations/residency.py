@@ -29,7 +29,6 @@ from services.scheduler.domain.records import (
     RefusalReason,
     VersionKey,
     base_of,
-    digest_of,
     model_of,
     version_key,
 )
@@ -39,6 +38,7 @@ from services.scheduler.domain.viability import BackingOff, is_served, viability
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
 from services.scheduler.operations.load_outcomes import LOAD_TRIES, VictimsStay, failure_note, outcome
+from services.scheduler.operations.orders import wire_version
 from services.scheduler.operations.partings import Partings
 from services.scheduler.operations.pools import Pools
 from services.scheduler.operations.waits import WaitBook
@@ -309,11 +309,11 @@ class Residency:
 
     def _request(self, load: Load, unload_until_ms: int = 0) -> loading_pb2.EnsureLoadedRequest:
         return loading_pb2.EnsureLoadedRequest(
-            version=_wire_version(load.version),
+            version=wire_version(load.version),
             generation=self._clock.now_ms(),  # later commands win, also after the store lost its memory
             # One that only changes hands stands there already: the loader answers at once that it is ready.
             unload_first=[
-                _wire_version(each.version) for each in load.victims if base_of(each.version) != base_of(load.version)
+                wire_version(each.version) for each in load.victims if base_of(each.version) != base_of(load.version)
             ],
             deadline_ms=self._load_deadline_ms,
             reason=load.reason,
@@ -370,10 +370,6 @@ class Residency:
             message = f"the model failed to load: {answer.cause}"
             refused = await self._store.refuse(pool, version, before_ms, RefusalReason.UNAVAILABLE, message, now_ms)
             self._dispatcher.deliver(pool, refused)
-
-
-def _wire_version(version: VersionKey) -> vocabulary_pb2.ModelVersion:
-    return vocabulary_pb2.ModelVersion(model=model_of(version), digest=digest_of(version))
 
 
 def _is_claimed(state: PoolState, version: VersionKey, now_ms: int) -> bool:

@@ -7,10 +7,10 @@ import structlog
 
 from roundhouse.vocabulary import PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
-from roundhouse.wire.v1 import vocabulary_pb2
 from services.scheduler.domain.expectation import expect
 from services.scheduler.domain.plans import Deferred, Plan, PoolView, ResidencyPolicy, Wait
-from services.scheduler.domain.records import VersionKey, digest_of, model_of, owner_of
+from services.scheduler.domain.records import VersionKey, model_of, owner_of
+from services.scheduler.operations.orders import wire_version
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import AuditTrail, Instruments
 
@@ -93,7 +93,7 @@ class WaitBook:
             why, reason = expected.why, expected.reason
         return wire.WaitingModel(
             pool=pool,
-            version=vocabulary_pb2.ModelVersion(model=model_of(version), digest=digest_of(version)),
+            version=wire_version(version),
             owner=owner_of(version),
             waiting=waiting,
             oldest_ms=max(0, oldest_ms),

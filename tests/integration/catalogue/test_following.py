@@ -16,6 +16,7 @@ from roundhouse.redis_edge import open_redis
 from services.gateway.adapters.admin_api import admin_app
 from services.gateway.adapters.admin_composition import AdminParts, open_admin
 from services.gateway.adapters.key_directory import RedisKeyDirectory
+from services.gateway.adapters.node_states import NodeStateFeed
 from services.gateway.domain.keys import key_hash
 from tests.infra import FaultyServer
 from tests.unit.catalogue.files import GOOD, write_models
@@ -41,7 +42,7 @@ async def admin_on(redis_url: str, bus: NatsBus, catalogue: CatalogueReader) -> 
     """A client of a real admin API."""
     redis, clock = open_redis(redis_url), SystemClock()
     directory = RedisKeyDirectory(redis, clock, admin_key_hash=key_hash(ROOT))
-    parts = AdminParts(redis, bus, clock, catalogue, directory, "http://127.0.0.1:1", "cluster")
+    parts = AdminParts(redis, bus, clock, catalogue, directory, "http://127.0.0.1:1", "cluster", NodeStateFeed())
     async with open_admin(parts) as services:
         transport = httpx.ASGITransport(admin_app(services))
         headers = {"authorization": f"Bearer {ROOT}"}

@@ -5,20 +5,18 @@ from typing import Any
 
 import httpx
 
-from roundhouse import subjects
 from roundhouse.audit_trail import BusAuditTrail
 from roundhouse.catalogue.assembly import FileReading
 from roundhouse.catalogue.digests import DigestCache
 from roundhouse.catalogue.records import Catalogue, Engine, Interface, Model, Tenant
 from roundhouse.errors import CapacityExhausted, Unavailable
-from roundhouse.event_bus import Message
 from roundhouse.vocabulary import Digest, KeyId, ModelName, TenantId
 from roundhouse.wire.v1 import loading_pb2, vocabulary_pb2
 from services.gateway.adapters.admin_api import AdminServices, admin_app
 from services.gateway.adapters.admin_caches import StreamedErasures
 from services.gateway.adapters.admin_forecasts import BusForecasts
 from services.gateway.adapters.admin_metering import MeteringProxy
-from services.gateway.adapters.admin_nodes import BusNodeStates
+from services.gateway.adapters.admin_nodes import HeardNodeStates
 from services.gateway.domain.keys import key_hash
 from services.gateway.operations.admin_maintenance import MaintenanceOperations
 from services.gateway.operations.admin_models import ModelOperations
@@ -113,7 +111,7 @@ class World:
         self.store = InMemoryCatalogueStore()
         tenants = {name: Tenant(name=name) for name in (ACME, GLOBEX)}
         self.catalogue = FixedCatalogue(Catalogue(generation=3, tenants=tenants, models={CHAT.name: CHAT}))
-        self.nodes = BusNodeStates(self.bus, self.clock)
+        self.nodes = HeardNodeStates(self.clock)
         audit = BusAuditTrail(self.bus, self.clock)
         self.caches = TwoCaches()
         self.answers = InMemoryAnswerStore(self.clock)
@@ -166,8 +164,4 @@ class World:
             instances=instances,
             tiers=[tier],
         )
-        await self.nodes._on_state(message_of(message))
-
-
-def message_of(state: loading_pb2.NodeState) -> Any:
-    return Message(subjects.node_state(state.node_id), state.SerializeToString())
+        self.nodes.observe(message)

@@ -14,7 +14,7 @@ from services.gateway.adapters.admin_nodes import ALIVE_MS
 from services.gateway.domain.idempotency import Claimed, Differs
 from services.gateway.domain.keys import INFERENCE, USAGE_READ, key_hash
 from tests.unit.catalogue.files import GOOD, write_models
-from tests.unit.gateway.admin_world import ACME, GLOBEX, World, message_of
+from tests.unit.gateway.admin_world import ACME, GLOBEX, World
 
 EVERYTHING = [
     ("POST", "/catalogue"),
@@ -229,7 +229,7 @@ async def test_an_older_state_of_a_node_changes_nothing(world: World) -> None:
     restarted = loading_pb2.NodeState(node_id="a", incarnation="2", sequence=1)
     seen = []
     for state in (newer, older, restarted):
-        await world.nodes._on_state(message_of(state))
+        world.nodes.observe(state)
         seen.append((await world.nodes.all())[0].incarnation + str((await world.nodes.all())[0].sequence))
     assert seen == ["15", "15", "21"]
 
