@@ -22,6 +22,7 @@ from engines.checked_copy.build import LIBRARY
 Bytes = NDArray[np.uint8]
 CopyOf = Callable[[Bytes, Bytes], int]
 
+_SHORT_MAX = 240  # the hash treats these differently, and nobody copies them often
 _TRIED_LENGTHS = (241, 1024, 1025, 4097)  # one stripe short of, at, and after a block of the hash; several blocks
 
 
@@ -34,22 +35,28 @@ def two_passes(target: Bytes, source: Bytes) -> int:
 def one_pass(library: Path) -> CopyOf | None:
     """The compiled copy in `library`; None if there is none, or it does not do here what it should."""
     try:
-        function = ctypes.CDLL(str(library)).roundhouse_checked_copy  # releases the interpreter during each call
+        loaded = ctypes.CDLL(str(library))  # releases the interpreter during each call
+        works, function = loaded.roundhouse_checked_copy_works, loaded.roundhouse_checked_copy
     except (OSError, AttributeError):  # not built, or for another machine
         return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64))
-    function.restype = ctypes.c_int
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_uint64
 
     def copy(target: Bytes, source: Bytes) -> int:
-        if len(target) != len(source):
+        length = len(source)
+        if length != len(target):
             raise ValueError("what is copied fits exactly")
-        if target.flags.c_contiguous and target.flags.writeable and source.flags.c_contiguous:
-            checksum = ctypes.c_uint64()
-            if function(target.ctypes.data, source.ctypes.data, len(source), ctypes.byref(checksum)):
-                return checksum.value
-        return two_passes(target, source)
+        if length <= _SHORT_MAX:
+            return two_passes(target, source)
+        try:
+            to = ctypes.addressof(ctypes.c_char.from_buffer(target.data))  # a fifth of the time of `target.ctypes.data`
+            start = ctypes.addressof(ctypes.c_char.from_buffer(source.data))
+        except TypeError:  # one of them cannot be written, or does not lie together
+            return two_passes(target, source)
+        checksum: int = function(to, start, length)
+        return checksum
 
-    return copy if _is_right(copy) else None
+    return copy if works() and _is_right(copy) else None
 
 
 def _is_right(copy: CopyOf) -> bool:

@@ -24,7 +24,7 @@
 #define PRIME64_5 0x27D4EB2F165667C5ULL
 #define PRIME_MX1 0x165667919E3779F9ULL
 
-enum { STRIPE = 64, STRIPES = 16, BLOCK = STRIPE * STRIPES, SECRET_BYTES = 192, SHORT_MAX = 240 };
+enum { STRIPE = 64, STRIPES = 16, BLOCK = STRIPE * STRIPES, SECRET_BYTES = 192 };
 /* How far ahead of the loads lines are asked for: measured, 1 to 4 KiB are alike; none is a quarter slower. */
 enum { AHEAD = 1024 };
 
@@ -132,20 +132,28 @@ AVX2 static uint64_t copied_unaligned(uint8_t *to, const uint8_t *from, size_t l
     return copied(to, from, length, 0);
 }
 
-/* 1 and the checksum, or 0 with nothing done: too short, or not this processor. */
-int roundhouse_checked_copy(uint8_t *to, const uint8_t *from, size_t length, uint64_t *checksum)
+/* Whether this processor can. To be asked before the first copy. */
+int roundhouse_checked_copy_works(void)
 {
-    if (length <= SHORT_MAX || !__builtin_cpu_supports("avx2"))
-        return 0;
-    *checksum = (uintptr_t)to % 32 ? copied_unaligned(to, from, length) : copied_streaming(to, from, length);
-    return 1;
+    return __builtin_cpu_supports("avx2") != 0;
+}
+
+/* The checksum of what was copied; `length` is more than 240. */
+uint64_t roundhouse_checked_copy(uint8_t *to, const uint8_t *from, size_t length)
+{
+    return (uintptr_t)to % 32 ? copied_unaligned(to, from, length) : copied_streaming(to, from, length);
 }
 
 #else
 
-int roundhouse_checked_copy(uint8_t *to, const uint8_t *from, size_t length, uint64_t *checksum)
+int roundhouse_checked_copy_works(void)
 {
-    (void)to, (void)from, (void)length, (void)checksum;
+    return 0;
+}
+
+uint64_t roundhouse_checked_copy(uint8_t *to, const uint8_t *from, size_t length)
+{
+    (void)to, (void)from, (void)length;
     return 0;
 }
 

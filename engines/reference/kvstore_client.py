@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 import grpc
 import numpy as np
 
-from engines.block_arena import MappedArena
+from engines.block_arena import Bytes, MappedArena
+from engines.block_writer import CHUNK_BLOCKS, BlockWriter, Chunk, StaleArena
 from engines.reference.kv_cache import BlockArray, BlockShape, BlockSpace, CachedPrefix
 from engines.reference.loaded_model import named_bytes
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
@@ -37,7 +38,6 @@ WRITE_LEASE_MS = 5_000  # a chunk takes milliseconds; a killed engine holds its 
 WORKER_TIMEOUT_S = 1.0  # the worker may wait longer than a caller, but a hung store must not hold it for ever
 COOL_DOWN_S = 0.25  # after a failure nobody asks for this long: a hung store costs 20 ms in 250, not each request
 RETRY_S = 0.25  # between attempts to map the arena
-CHUNK_BLOCKS = 64  # blocks of one reservation; others may write in between
 QUEUE_BYTES_MAX = 64 * 1024 * 1024  # guess: a thousand blocks of a small model wait, then offers are dropped
 FAILURES = (grpc.RpcError, OSError, ValueError)
 
@@ -74,15 +74,6 @@ class _Offer:
         return sum(block.nbytes for block in self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where new blocks go: their salt, the block above them, and the salt that may have."""
-
-    salt: bytes
-    parent_key: bytes
-    parent_salt: bytes
-
-
 class _ReadLease:
     """A leased run of blocks: checks what was copied, and reports what was wrong with the release."""
 
@@ -108,6 +99,11 @@ class _ReadLease:
     def release(self) -> None:
         """Let the worker end the lease."""
         self._give_back(self._request)
+
+
+def _flat(block: BlockArray) -> Bytes:
+    """The bytes of a block, together."""
+    return np.ascontiguousarray(block, np.float32).reshape(-1).view(np.uint8)
 
 
 def _chunks(blocks: int, shared: int) -> Iterator[tuple[int, int]]:
@@ -139,6 +135,7 @@ class KvStoreClient:
         self._queued_bytes = 0
         self._busy = self._closing = False
         self._counts = ClientStatistics()
+        self._writer = BlockWriter(self._stub, WORKER_TIMEOUT_S, self._give_back)
         self._worker = threading.Thread(target=self._work, name="kvstore-client", daemon=True)
         self._worker.start()
 
@@ -179,6 +176,7 @@ class KvStoreClient:
             self._offers.clear()
             self._news.notify_all()
         self._worker.join(2 * WORKER_TIMEOUT_S)
+        self._writer.close()
         self._channel.close()
 
     def wait_until_mapped(self, timeout_s: float) -> bool:
@@ -271,60 +269,30 @@ class KvStoreClient:
         return True
 
     def _store(self, offer: _Offer) -> None:
-        arena = self._arena
-        skipped = len(offer.keys) - len(offer.blocks)
         stored = 0
-        for first, stop in _chunks(len(offer.blocks), offer.space.shared_blocks - skipped):
-            chunk = dict(zip(offer.keys[skipped + first :], offer.blocks[first:stop], strict=False))
-            parent = offer.keys[skipped + first - 1] if skipped + first else b""
-            salt = offer.space.shared_salt if skipped + first < offer.space.shared_blocks else offer.space.salt
-            target = _Target(salt, parent, offer.space.shared_salt)
-            committed = self._store_chunk(arena, target, chunk) if arena is not None else None
-            if committed is None:
-                break
-            stored += committed
+        if (arena := self._arena) is not None:
+            try:
+                stored = self._writer.store(arena, list(self._chunks_of(offer)))
+            except StaleArena:
+                self._forget(arena)
         self._count(stored=stored, dropped=len(offer.blocks) - stored)
 
-    def _store_chunk(self, arena: MappedArena, target: _Target, blocks: Mapping[bytes, BlockArray]) -> int | None:
-        """How many blocks were stored; None if the arena is not the store's any more."""
-        reserve = kv_pb2.ReserveBlocksRequest(
-            salt=target.salt,
-            model_digest=self._model_digest,
-            keys=blocks,
-            parent_key=target.parent_key,
-            parent_salt=target.parent_salt,
-            length=self._shape.nbytes,
-            client_id=self._client_id,
-            lease_ms=WRITE_LEASE_MS,
-        )
-        ends_s = time.monotonic() + WRITE_LEASE_MS / 1000
-        reply = self._stub.ReserveBlocks(reserve, timeout=WORKER_TIMEOUT_S)
-        committed = None
-        try:
-            if not self._is_current(arena, reply.incarnation):
-                return None
-            if reply.lease_id and self._write(arena, reply.slots, blocks, ends_s):
-                commit = kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, blocks=reply.slots)
-                committed = self._stub.CommitBlocks(commit, timeout=WORKER_TIMEOUT_S).committed
-            return committed or 0
-        finally:
-            if committed is None:  # else nobody could write these keys until the lease ends
-                self._give_back(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id))
-
-    def _write(
-        self,
-        arena: MappedArena,
-        slots: Sequence[kv_pb2.BlockSlot],
-        blocks: Mapping[bytes, BlockArray],
-        ends_s: float,
-    ) -> bool:
-        """Fill the slots and their checksums; False if the lease ended meanwhile, so that a slot may be another's."""
-        for slot in slots:
-            if time.monotonic() > ends_s:
-                return False
-            data = np.ascontiguousarray(blocks[slot.key], np.float32).reshape(-1).view(np.uint8)
-            slot.checksum = arena.write(slot.offset, data)
-        return True
+    def _chunks_of(self, offer: _Offer) -> Iterator[Chunk]:
+        skipped = len(offer.keys) - len(offer.blocks)
+        space = offer.space
+        for first, stop in _chunks(len(offer.blocks), space.shared_blocks - skipped):
+            keys = offer.keys[skipped + first : skipped + stop]
+            request = kv_pb2.ReserveBlocksRequest(
+                salt=space.shared_salt if skipped + first < space.shared_blocks else space.salt,
+                model_digest=self._model_digest,
+                keys=keys,
+                parent_key=offer.keys[skipped + first - 1] if skipped + first else b"",
+                parent_salt=space.shared_salt,
+                length=self._shape.nbytes,
+                client_id=self._client_id,
+                lease_ms=WRITE_LEASE_MS,
+            )
+            yield Chunk(request, dict(zip(keys, map(_flat, offer.blocks[first:stop]), strict=True)))
 
     # Both
 
@@ -337,13 +305,16 @@ class KvStoreClient:
 
     def _is_current(self, arena: MappedArena, incarnation: str) -> bool:
         """Whether a reply speaks of the mapped arena; if not, the worker maps the new one."""
-        if arena.incarnation == incarnation:
-            return True
+        if arena.incarnation != incarnation:
+            self._forget(arena)
+        return arena.incarnation == incarnation
+
+    def _forget(self, arena: MappedArena) -> None:
+        """Let the worker map the store's arena anew."""
         with self._news:
             if self._arena is arena:
                 self._arena = None
             self._news.notify_all()
-        return False
 
     def _failed(self, dropped: int = 0) -> None:
         self._resting_until_s = time.monotonic() + COOL_DOWN_S
