@@ -360,6 +360,11 @@ class TextCodec(Protocol):
         """Text of token ids."""
         ...
 
+    def without_leading(self, text: str, token_ids: Sequence[int]) -> str:
+        """What to send of `text` to an engine that begins every text with the model's special tokens by itself, so that
+        it makes `token_ids` of it."""
+        ...
+
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """The prompt of a conversation. Raises InvalidInput when the template refuses it or there is none."""
         ...

@@ -183,7 +183,7 @@ class OpenAIWork:
     ) -> EngineRequest:
         return EngineRequest(
             request_id=context.request_id,
-            text_input=prompt.text,
+            text_input=_engine_text(resolved, prompt),
             prompt_token_ids=prompt.token_ids,
             sampling_parameters=parameters,
             phase=phase,
@@ -273,6 +273,13 @@ def _may_fall_back(context: RequestContext, resolved: _Resolved) -> bool:
     if resolved.model.fallback is None or resolved.adapter is not None:
         return False
     return resolved.tenant.fallback if context.fallback is None else context.fallback
+
+
+def _engine_text(resolved: _Resolved, prompt: Prompt) -> str:
+    """vLLM's backend takes text alone and begins it with the model's special tokens, which chat templates write too."""
+    if resolved.model.engine is not Engine.VLLM:
+        return prompt.text
+    return resolved.codec.without_leading(prompt.text, prompt.token_ids)
 
 
 def _digest_bytes(digest: str) -> bytes:

@@ -35,6 +35,7 @@ class HuggingFaceCodec:
         config = _read_json(folder / "tokenizer_config.json")
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        self._leading = _leading(self._tokenizer)
         source = _template_source(folder, config)
         self._environment = ChatEnvironment()
         self._renders_quickly = False
@@ -57,6 +58,15 @@ class HuggingFaceCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `TextCodec.decode`."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def without_leading(self, text: str, token_ids: Sequence[int]) -> str:
+        """See `TextCodec.without_leading`."""
+        lead, ids = self._leading
+        if not ids or not text.startswith(lead):
+            return text
+        # A caller may have written them too: then the engine's come before his, as they did here.
+        twice = tuple(token_ids[: 2 * len(ids)]) == ids * 2 and not text.startswith(lead * 2)
+        return text if twice else text.removeprefix(lead)
 
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """See `TextCodec.render_chat`."""
@@ -112,6 +122,14 @@ class CheckpointCodecs:
         except Exception as error:  # the tokenizers library raises bare Exception
             self._codecs.pop(key, None)
             raise Unavailable(f"The tokenizer of '{model.name}' cannot be read.") from error
+
+
+def _leading(tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
+    """The special tokens that are put before every text, as text and ids; none for many models."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    at = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    return "".join(tokenizer.id_to_token(each) or "" for each in whole[:at]), tuple(whole[:at])
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:

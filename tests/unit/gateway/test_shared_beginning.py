@@ -54,6 +54,10 @@ class LetterCodec:
         """The letters again."""
         return bytes(token_ids).decode()
 
+    def without_leading(self, text: str, token_ids: Sequence[int]) -> str:
+        """There are none."""
+        return text
+
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """Raises InvalidInput for a system message if there is no place for one."""
         if not self.has_system:

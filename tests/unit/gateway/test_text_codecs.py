@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from roundhouse.errors import InvalidInput, Unavailable
 from services.gateway.adapters.text_codecs import CheckpointCodecs, HuggingFaceCodec
@@ -30,6 +32,34 @@ async def test_a_template_sees_messages_and_special_tokens(tmp_path: Path) -> No
     """Nothing is escaped; `tojson` keeps its characters."""
     folder = with_template(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ messages[0]|tojson }}")
     assert await render(folder) == '<s>hi <b>{"role": "user", "content": "hi <b>"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "adds", "sent"),
+    [
+        ("<s>hello", False, "hello"),  # a chat: its template has written it
+        ("hello", True, "hello"),  # a completion: it was put before
+        ("<s>hello", True, "<s>hello"),  # and its caller wrote one of his own
+        ("hello", False, "hello"),  # a template without it: nothing can be left out
+    ],
+)
+async def test_an_engine_that_begins_texts_itself_makes_the_same_tokens(
+    tmp_path: Path, text: str, adds: bool, sent: str
+) -> None:
+    """Over a tokenizer that begins with `<s>`, as Llama's does: one token too many would shift every position, and be
+    counted by the engine and not by us. The last case stays one more, there."""
+    folder = random_checkpoint(tmp_path / "m")
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)])
+    tokenizer.save(file)
+    codec = HuggingFaceCodec(folder)
+    [token_ids] = await codec.encode([text], add_special_tokens=adds)
+    assert codec.without_leading(text, token_ids) == sent
+    by_the_engine = tokenizer.encode(sent, add_special_tokens=True).ids
+    assert by_the_engine == ([0] if text == "hello" and not adds else []) + list(token_ids)
+    plain = HuggingFaceCodec(random_checkpoint(tmp_path / "plain"))
+    assert plain.without_leading(text, token_ids) == text
 
 
 @pytest.mark.parametrize(
