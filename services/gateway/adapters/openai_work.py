@@ -150,6 +150,9 @@ class OpenAIWork:
         check_vocabulary(sampling, resolved.codec.vocabulary_size)
         if sampling.prompt_logprobs is not None and resolved.model.engine is not Engine.REFERENCE:
             raise InvalidInput("'echo' with 'logprobs' is not supported by this model.", param="echo")
+        if sampling.logit_bias and resolved.model.engine is Engine.VLLM:
+            # Its backend hands JSON's keys, which are texts, to vLLM as token ids: every such request would fail.
+            raise InvalidInput("'logit_bias' is not supported by this model.", param="logit_bias")
         if sampling.seed is None and resolved.model.engine in RESUMING:
             sampling = replace(sampling, seed=self._chance())
         extra = self._told_in_parameters(context.caller, resolved)

@@ -8,8 +8,10 @@ Decision: docs/decisions/0091-triton-streams.md.
 """
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,6 +27,7 @@ from services.gateway.adapters.node_connection import NodeConnection
 from services.gateway.adapters.silent_streams import InstanceWatches, StreamWatch, says_dead
 from services.gateway.adapters.triton_chunks import ChunkReading, KnownHeads
 from services.gateway.adapters.triton_tensors import generate_message, infer_message, reply_of
+from services.gateway.adapters.vllm_logprobs import in_our_form
 from services.gateway.ports import EngineChunk, EngineRequest, InstanceBroken, NodeLost, TensorReply, TensorRequest
 
 log = structlog.get_logger(__name__)
@@ -66,7 +69,7 @@ class TritonNodes:
                 watch.heard = True
                 chunk, error_text = reading.chunk(messages)
                 if chunk is not None:
-                    yield chunk
+                    yield _with_our_logprobs(chunk, request)
                 if error_text:
                     raise engine_error(error_text, placement)
         except CallFailed as error:
@@ -137,6 +140,13 @@ class TritonNodes:
         if channel is None:
             channel = self._channels[address] = open_channel(address)
         return kserve_grpc.GRPCInferenceServiceStub(channel)
+
+
+def _with_our_logprobs(chunk: EngineChunk, request: EngineRequest) -> EngineChunk:
+    if not chunk.logprobs:
+        return chunk
+    wanted = json.loads(request.sampling_parameters).get("logprobs") or 0
+    return replace(chunk, logprobs=in_our_form(chunk.logprobs, wanted))
 
 
 def engine_error(text: str, placement: Placement) -> InvalidInput | EngineFailed:

@@ -36,6 +36,19 @@ async def test_the_salt_comes_from_the_key_whatever_the_body_says(
     assert all("seed" not in each for each in told)
 
 
+async def test_what_its_backend_cannot_be_told_is_refused(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+    """`logit_bias`, whose ids are texts in JSON and stay so on their way to vLLM: 400 before anything is asked."""
+    folder, node = random_checkpoint(tmp_path / "m"), FakeNode()
+    models = (llm_model(engine=Engine.VLLM, tokenizer_path=str(folder)),)
+    async with (
+        running_gateway(nats_url, redis_url, catalogue(*models), node=node) as gateway,
+        gateway.client() as client,
+    ):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "logit_bias": {"5": 1}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
+    assert node.calls == []
+
+
 async def test_an_engine_that_can_go_on_elsewhere_always_draws_by_a_seed(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ Not run here: any GPU, and that backend as NVIDIA builds it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -84,14 +85,14 @@ class World:
             pass
         await self.loader.wait_for(lambda now: is_ready(now, self.base), within_s=LOAD_S)
 
-    def request(self, adapter: Adapter | None) -> EngineRequest:
+    def request(self, adapter: Adapter | None, sampling: Sampling = SAMPLING) -> EngineRequest:
         """As a gateway makes it."""
         extra = {"salt": tenant_salt("c", "acme").hex()} | ({"adapter_digest": adapter.digest} if adapter else {})
         return EngineRequest(
             request_id=RequestId("r"),
             text_input=PROMPT,
             prompt_token_ids=(),
-            sampling_parameters=SAMPLING.engine_parameters(0, TOKENS, extra),
+            sampling_parameters=sampling.engine_parameters(0, TOKENS, extra),
             phase="full",
             stream=True,
             salt=extra["salt"],
@@ -99,12 +100,13 @@ class World:
             adapter_digest=adapter.digest if adapter else "",
             adapter_name=adapter.name if adapter else "",
             tenant_id=ACME,
+            return_logprobs=sampling.logprobs is not None,
         )
 
-    async def chunks(self, adapter: Adapter | None) -> list[EngineChunk]:
+    async def chunks(self, adapter: Adapter | None, sampling: Sampling = SAMPLING) -> list[EngineChunk]:
         """What a gateway gets."""
         node = AdapterPlacing(self.nodes, self.places)
-        answer = node.generate(self.placement, self.request(adapter), timeout_ms=60_000)
+        answer = node.generate(self.placement, self.request(adapter, sampling), timeout_ms=60_000)
         return [chunk async for chunk in answer]
 
     async def text(self, adapter: Adapter | None) -> str:
@@ -175,6 +177,7 @@ async def test_adapters_over_vllm_from_declaration_to_answer(world: World, redis
         await world.load()
         assert [await world.text(adapter) for adapter in (None, *adapters)] == expected
         assert await asyncio.gather(*map(world.text, adapters[:4])) == expected[1:5]
+        await check_logprobs(world, adapters[0])
         with pytest.raises(InvalidInput, match=r"r must be in \[1, 16\], not 32"):
             await world.text(wide)
         stranger = loading_pb2.EnsureAdapterRequest(
@@ -210,6 +213,17 @@ async def test_adapters_over_vllm_from_declaration_to_answer(world: World, redis
         world.triton.start()
         assert await again(world, adapters[3]) == expected[4]
         assert [await world.text(adapter) for adapter in (None, *adapters[:3])] == expected[:4]
+
+
+async def check_logprobs(world: World, adapter: Adapter) -> None:
+    """One entry a token; greedy, so each is the likeliest of the two that were asked for."""
+    chunks = await world.chunks(adapter, replace(SAMPLING, logprobs=2))
+    entries = [entry for chunk in chunks if chunk.logprobs for entry in json.loads(chunk.logprobs)]
+    assert len(entries) == TOKENS
+    for entry in entries:
+        assert [each["id"] for each in entry["top"]][0] == entry["id"]
+        assert len(entry["top"]) == 2
+        assert entry["logprob"] <= 0
 
 
 async def end_the_engine(world: World) -> None:
