@@ -328,6 +328,19 @@ class BothStores(RuleBasedStateMachine):
         assert self.runner.run(self._packed_fields("scoped")) == further
         self.same(self.real.snapshot(self.pool, self.now_ms), self.fake.snapshot(self.pool, self.now_ms))
 
+    @invariant()
+    def counts_are_those_of_the_queues(self) -> None:
+        """How many wait is kept as numbers; the sorted sets that hold them have as many members (case B46)."""
+        expected: dict[str, int] = {}
+        for version, queues in self.fake.queue(self.pool)._versions.items():
+            for number, lane in enumerate(queues.lanes.values(), start=1):
+                expected |= {f"age:{number}:{version}": lane.waiting, f"lane:{number}:{version}": len(lane.queues)}
+        assert self.runner.run(self._sizes(list(expected))) == list(expected.values())
+
+    async def _sizes(self, names: list[str]) -> list[int]:
+        script = "local n = {}; for i, k in ipairs(ARGV) do n[i] = redis.call('ZCARD', k) end; return n"
+        return list(await self.redis.eval(script, 0, *(pool_prefix(self.pool) + name for name in names)))
+
 
 def _account(account: Account, own: int) -> list[int]:
     """As `acc:` keeps it."""
@@ -355,44 +368,3 @@ async def _outcome(answer: Awaitable[object]) -> object:
         if error.__cause__ is not None and "STALE" not in str(error.__cause__):
             raise  # a script is broken
         return Unavailable
-
-
-async def test_both_drop_a_refund_from_before_a_lift(redis_url: str) -> None:
-    """Invariant 5: a rare order of events that random sequences seldom meet; after it, who is served next is equal."""
-    redis = open_redis(redis_url)
-    pool, version = PoolName("p"), VERSIONS[0]
-    room, now_ms = Room(100, 100), 1_800_000_000_000
-    offer = [Offer(instance_key(NODES[0], version), version, 100)]
-
-    def entry(name: str, tenant: str) -> QueueEntry:
-        return QueueEntry(
-            AttemptId(name), TenantId(tenant), version, PriorityClass.STANDARD, 100, 50, now_ms + 60_000, 1_000
-        )
-
-    accounts = []
-    for store in (RedisSchedulingStore(redis, POLICY), InMemorySchedulingStore(POLICY)):
-        await store.enqueue(pool, entry("a1", "a"), room, now_ms)
-        await store.take(pool, offer, 1, now_ms)
-        for number in range(11):
-            await store.enqueue(pool, entry(f"b{number}", "b"), room, now_ms)
-        await store.take(pool, offer, 10, now_ms)
-        await store.enqueue(pool, entry("a2", "a"), room, now_ms)
-        await store.finish(pool, [Ending(AttemptId("a1"), Outcome.FAILED)], now_ms)
-        # Lifted to 10 × 200 - 2 × 200 = 1,600 units; without the drop it would be 1,400.
-        for number in range(3):
-            await store.enqueue(pool, entry(f"a{number + 3}", "a"), room, now_ms)
-        accounts.append([t.attempt for t in (await store.take(pool, offer, 4, now_ms)).granted])
-    await redis.aclose()
-    # a at 1,600 and 1,800 goes first twice; at 2,000 each, b, who was served longer ago; then a.
-    assert accounts == [["a2", "a3", "b10", "a4"]] * 2
-
-
-async def test_what_says_how_much_waits_outlives_it(redis_url: str) -> None:
-    """Counts of a lane are not forgotten with its idle accounts: a request may wait longer than a day."""
-    redis = open_redis(redis_url)
-    pool, version, now_ms, wait_ms = PoolName("patient"), VERSIONS[0], 1_800_000_000_000, 5 * 86_400_000
-    entry = QueueEntry(AttemptId("a"), TenantId("t"), version, PriorityClass.BATCH, 1, 1, now_ms + wait_ms)
-    await RedisSchedulingStore(redis, POLICY).enqueue(pool, entry, Room(9, 0), now_ms)
-    left_ms = [await redis.pttl(pool_prefix(pool) + name) for name in (f"v:{version}", f"acc:3:{version}")]
-    await redis.aclose()
-    assert min(left_ms) > wait_ms

@@ -15,6 +15,12 @@ from roundhouse.wire.v1 import vocabulary_pb2
 from services.gateway.operations.submission import SUBMIT_TRIES
 from tests.simulation.scheduler.mesh import POOL, FakeNode
 
+_ENDINGS = {
+    vocabulary_pb2.OUTCOME_DONE: "done",
+    vocabulary_pb2.OUTCOME_FAILED: "failed",
+    vocabulary_pb2.OUTCOME_CANCELLED: "cancelled",
+}
+
 
 @dataclass
 class Asked:
@@ -45,6 +51,8 @@ class FakeGateway:
     finished: list[tuple[int, wire.Finished]] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _started: set[tuple[str, int]] = field(default_factory=set)
+    _runs: dict[tuple[str, int], asyncio.Future[None]] = field(default_factory=dict)
+    _hung_up: set[tuple[str, int]] = field(default_factory=set)
 
     async def start(self) -> None:
         """Listen for grants."""
@@ -157,12 +165,12 @@ class FakeGateway:
             node.now_running[name] += 1
             node.together_max[name] = max(node.together_max[name], node.now_running[name])
             try:
-                await self.clock.sleep_ms(asked.run_ms)
+                outcome = await self._run(asked)
             finally:
                 node.now_running[name] -= 1
         if request_id in self.broken_at_end:
             broken, outcome = True, vocabulary_pb2.OUTCOME_FAILED
-        self._end(asked, "done" if outcome == vocabulary_pb2.OUTCOME_DONE else "failed")
+        self._end(asked, _ENDINGS[outcome])
         report = wire.Finished(
             request_id=asked.request.request_id,
             attempt=asked.request.attempt,
@@ -177,6 +185,25 @@ class FakeGateway:
         )
         self.finished.append((self.clock.now_ms(), report))
         await self.bus.publish(subjects.WORK_FINISHED, report.SerializeToString())
+
+    async def _run(self, asked: Asked) -> "vocabulary_pb2.Outcome.ValueType":
+        key = (asked.request.request_id, asked.request.attempt)
+        self._runs[key] = run = asyncio.ensure_future(self.clock.sleep_ms(asked.run_ms))
+        try:
+            await run
+        except asyncio.CancelledError:
+            if key not in self._hung_up:
+                raise
+            return vocabulary_pb2.OUTCOME_CANCELLED
+        finally:
+            del self._runs[key]
+        return vocabulary_pb2.OUTCOME_DONE
+
+    def hang_up(self, asked: Asked) -> None:
+        """The client leaves amid its stream."""
+        key = (asked.request.request_id, asked.request.attempt)
+        self._hung_up.add(key)
+        self._runs[key].cancel()
 
     def _end(self, asked: Asked, how: str) -> None:
         asked.endings.append(how)

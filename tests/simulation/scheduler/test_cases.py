@@ -314,8 +314,46 @@ def test_fifty_callers_that_leave_lower_what_they_raised() -> None:
         assert asked.granted_ms - asked.submitted_ms < 100
         assert gateway.outcomes() == {"done": 2, "cancelled": 100}
 
-    async def depth(world: World) -> int:
-        state = await world.store.snapshot(POOL, world.clock.now_ms())
-        return sum(each.waiting for each in state.depths)
+    simulate(story)
+
+
+async def depth(world: World) -> int:
+    """Requests that wait, as the store says."""
+    state = await world.store.snapshot(POOL, world.clock.now_ms())
+    return sum(each.waiting for each in state.depths)
+
+
+def test_callers_that_leave_a_cold_model_or_a_stream_lower_what_they_raised() -> None:
+    """B46: fifty leave while the model is loaded for them, and two amid their streams: nothing waits, nothing runs, and
+    the next caller is served at once by the instance that was loaded."""
+
+    async def story(world: World) -> None:
+        cold = model("cold", slots=2)
+        world.offer(cold)
+        node, gateway = await world.node(load_ms=5_000), await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        callers = [gateway.ask(f"c{n}", cold, tenant_id=f"t{n % 4}") for n in range(50)]
+        await asyncio.gather(*(gateway.submit(each) for each in callers))
+        await asyncio.sleep(2)
+        assert await depth(world) == 50
+        await asyncio.gather(*(gateway.cancel(each) for each in callers))
+        await asyncio.sleep(2)
+        assert await depth(world) == 0
+        assert sum(world.instruments.waits.get(POOL, {}).values()) == 0
+        await asyncio.sleep(3)
+        streams = [gateway.ask(f"s{n}", cold, run_ms=20_000) for n in range(2)]
+        await asyncio.gather(*(gateway.submit(each) for each in streams))
+        await asyncio.sleep(1)
+        for each in streams:
+            gateway.hang_up(each)
+        await asyncio.sleep(2)
+        assert (await world.store.snapshot(POOL, world.clock.now_ms())).in_use == {}
+        asked = gateway.ask("next", cold)
+        await gateway.submit(asked)
+        await asyncio.sleep(1)
+        assert asked.granted_ms - asked.submitted_ms < 100
+        assert node.loads == ["cold"]
+        assert gateway.outcomes() == {"cancelled": 52, "done": 1}
 
     simulate(story)

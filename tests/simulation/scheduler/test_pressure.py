@@ -150,3 +150,25 @@ def test_a_request_that_meets_an_unload_waits_for_the_reload() -> None:
         assert state.depths == ()
 
     simulate(story)
+
+
+def test_a_herd_is_released_at_the_rate_that_the_instance_sustains() -> None:
+    """500 requests for a cold model of 4 slots, 100 ms each, on two replicas: one load, then never more than 4 at once
+    and never fewer while any wait: all have begun after the load, 500 x 100 / 4 = 12.5 s, and a fifth of that."""
+
+    async def story(world: World) -> None:
+        cold = model("cold", slots=4)
+        world.offer(cold)
+        node, gateway = await world.node(load_ms=LOAD_MS), await world.gateway()
+        await world.scheduler("s1")
+        await world.scheduler("s2")
+        await asyncio.sleep(1.1)
+        herd = [gateway.ask(f"r{n}", cold, tenant_id=f"t{n % 7}") for n in range(500)]
+        await asyncio.gather(*(gateway.submit(each) for each in herd))
+        await asyncio.sleep(30)
+        assert gateway.outcomes() == {"done": 500}
+        assert node.loads == ["cold"]
+        assert node.together_max["cold"] == 4
+        assert max(each.granted_ms - each.submitted_ms for each in herd) <= 1.2 * (LOAD_MS + 12_500)
+
+    simulate(story)

@@ -295,3 +295,14 @@ def test_a_caller_that_slept_hands_nothing_out() -> None:
     with pytest.raises(Unavailable):
         queue.take([Offer(N1, M, 1)], 1, T0 + 7_499)
     assert len(queue.take([Offer(N1, M, 1)], 1, T0 + 7_500).granted) == 1
+
+
+def test_a_tenant_with_many_keys_and_models_names_is_one_tenant() -> None:
+    """`a` asks with five keys, `b` with one: by turns, five of ten each; not five sixths for whoever has more keys."""
+    queue = FairQueue(Policy(credit_requests=0))
+    for number in range(10):
+        key = QueueLimit(f"k:{number % 5}", -1, 0)
+        queue.enqueue(replace(entry(f"a{number}", "a"), queues=(key,)), replace(ROOM, queue_limit=99), T0)
+        queue.enqueue(entry(f"b{number}", "b"), replace(ROOM, queue_limit=99), T0)
+    taken = queue.take([Offer(N1, M, 10)], 10, T0).granted
+    assert [ticket.attempt[0] for ticket in taken].count("a") == 5
