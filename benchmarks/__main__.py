@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     chosen = find(options.name)
     if chosen is None:
-        parser.error(f"no benchmark is called {options.name!r}")
+        parser.error(f"no benchmark is called {options.name!r}; without a name, all are listed")
     report = chosen.run(rest)
     print_report(report, console)
     if options.json is not None:

@@ -7,6 +7,7 @@ the embedded cluster that runs here. Exit codes: 0 done, 1 refused or nothing to
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, cast
 from urllib.parse import quote
@@ -164,5 +165,7 @@ def _said(status: int, body: object) -> str:
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return f"the admin API answered HTTP {status}"
-    param = error.get("param")
-    return f"{param}: {error.get('message')}" if param else str(error.get("message"))
+    param, message = error.get("param"), str(error.get("message"))
+    if status == HTTPStatus.UNAUTHORIZED:
+        return f"{message}: give an admin key with --admin-key or ROUNDHOUSE_ADMIN_KEY"
+    return message if not param or param in message else f"{param}: {message}"

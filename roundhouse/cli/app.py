@@ -4,6 +4,7 @@ Commands are imported when they are called, so that `roundhouse --help` answers 
 """
 
 import logging
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -41,9 +42,12 @@ class LazyCommands(TyperGroup):
         return list(self.places)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return one command; None if there is no such name."""
+        """Import and return one command; ends the program if there is no such name."""
         place = self.places.get(cmd_name)
-        return _load(cmd_name, place) if place is not None else None
+        if place is None:
+            similar = "".join(f" Did you mean `{name}`?" for name in get_close_matches(cmd_name, self.places, n=1))
+            return ctx.fail(f"No such command `{cmd_name}`.{similar}")
+        return _load(cmd_name, place)
 
 
 def _load(name: str, place: str) -> Any:

@@ -30,7 +30,11 @@ def erase_cache(
     stream. Requests of the tenant that run meanwhile may store new blocks.
     """
     with refusals_told():
-        answer = open_api(admin_url, admin_key).post(f"/tenants/{part(tenant)}/erase-cache")
+        api = open_api(admin_url, admin_key)
+        declared = {each["name"] for each in api.get("/catalogue", kind="tenants")["tenants"]}
+        if tenant not in declared:
+            tell(f"There is no tenant `{tenant}` in the catalogue; what an earlier one of this name left is erased.")
+        answer = api.post(f"/tenants/{part(tenant)}/erase-cache")
         nodes = answer["nodes"]
         if output is Format.TABLE:
             show_table(COLUMNS, [[node[column] for column in COLUMNS] for node in nodes])

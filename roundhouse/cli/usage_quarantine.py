@@ -8,6 +8,7 @@ from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api
 from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
 
 COLUMNS = ("first_seen", "fingerprint", "subject", "bytes", "reason")
+TOLD = {"quarantined": "still quarantined"}  # results whose own name would sound like news
 
 commands = typer.Typer(
     no_args_is_help=True,
@@ -41,4 +42,5 @@ def replay(output: Output = Format.TABLE, admin_url: AdminUrl = "", admin_key: A
         if output is not Format.TABLE:
             show_data(results, output)
         else:
-            typer.echo(", ".join(f"{count} {result}" for result, count in results.items()) or "the quarantine is empty")
+            counts = (f"{count} {TOLD.get(result, result)}" for result, count in results.items())
+            typer.echo(", ".join(counts) or "the quarantine is empty")

@@ -194,7 +194,7 @@ class _AdminApi:
             return _json({"generation": current.generation, kind: list(items.values()), "pins": current.pins})
         if name not in items:
             one = kind.removesuffix("s")
-            raise NotFound(f"there is no such {one.replace('_', ' ')}", code=f"{one}_not_found")
+            raise NotFound(f"there is no {one.replace('_', ' ')} `{name}`", code=f"{one}_not_found")
         return _json({"generation": current.generation, kind: [items[name]]})
 
     async def create_key(self, request: Request, caller: Caller) -> Response:

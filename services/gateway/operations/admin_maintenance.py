@@ -29,4 +29,4 @@ class MaintenanceOperations:
         for state in await self._nodes.all():
             if state.node_id == node_id:
                 return state.loader_address
-        raise NotFound("there is no such node, or it is not alive", code="node_not_found", param="node")
+        raise NotFound(f"there is no node `{node_id}`, or it is not alive", code="node_not_found", param="node")

@@ -79,7 +79,7 @@ class ModelOperations:
     def _model(self, name: str) -> Model:
         model = self._catalogue.current.models.get(ModelName(name))
         if model is None:
-            raise NotFound("there is no such model")
+            raise NotFound(f"there is no model `{name}`", code="model_not_found")
         return model
 
 
@@ -87,7 +87,7 @@ def _named(states: Sequence[loading_pb2.NodeState], node_id: str) -> loading_pb2
     for state in states:
         if state.node_id == node_id:
             return state
-    raise NotFound("there is no such node, or it is not alive", code="node_not_found", param="node")
+    raise NotFound(f"there is no node `{node_id}`, or it is not alive", code="node_not_found", param="node")
 
 
 def _best(states: Sequence[loading_pb2.NodeState], model: Model) -> loading_pb2.NodeState:

@@ -104,7 +104,7 @@ class CatalogueApplication:
             before = EMPTY if stored is None else stored.catalogue
             model = before.models.get(ModelName(name))
             if model is None:
-                raise NotFound("there is no such model")
+                raise NotFound(f"there is no model `{name}`", code="model_not_found")
             pins = {each: known for each, known in before.pins.items() if each != name}
             if pin is not None:
                 pins[model.name] = pin

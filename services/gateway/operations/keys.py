@@ -131,7 +131,7 @@ class KeyOperations:
         """Keys of one tenant, or of all tenants and the operators. Raises NotFound (no such tenant), Unavailable."""
         tenants = self._catalogue.current.tenants
         if tenant is not None and tenant not in tenants and tenant != keys.OPERATORS:
-            raise NotFound("there is no such tenant", code="tenant_not_found")
+            raise NotFound(f"there is no tenant `{tenant}`", code="tenant_not_found")
         wanted = [keys.OPERATORS, *sorted(tenants)] if tenant is None else [TenantId(tenant)]
         return [record for name in wanted for record in await self._registry.of_tenant(name)]
 
@@ -144,7 +144,7 @@ class KeyOperations:
         if keys.ADMIN in wish.scopes:
             return keys.OPERATORS
         if wish.tenant not in self._catalogue.current.tenants:
-            raise NotFound("there is no such tenant", code="tenant_not_found", param="tenant")
+            raise NotFound(f"there is no tenant `{wish.tenant}`", code="tenant_not_found", param="tenant")
         return TenantId(wish.tenant)
 
 

@@ -126,7 +126,7 @@ async def test_the_quarantine_is_shown_and_tried_again(desk: Desk) -> None:
         "not an event": 1,
         "no price was known": len(good.data),
     }
-    assert "1 quarantined, 1 recorded" in await desk.run("usage", "quarantine", "replay")
+    assert "1 still quarantined, 1 recorded" in await desk.run("usage", "quarantine", "replay")
     left = await desk.run("usage", "quarantine", "list")
     assert ("not an event" in left, "no price was known" in left) == (True, False)
 
