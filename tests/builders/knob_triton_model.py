@@ -119,13 +119,15 @@ class KnobAnswer:
         return True
 
     def _wait(self, duration_ms: float) -> bool:
-        """Wait unless the caller goes away first; False when it has, and the response stream is closed."""
+        """Wait unless the caller goes away first; False when it has, and the response stream is closed.
+
+        Whoever has waited to the end is not asked again: Triton takes a part of a millisecond for the answer."""
         until_s = time.monotonic() + duration_ms / 1e3
         while not self._sender.is_cancelled():
             left_s = until_s - time.monotonic()
-            if left_s <= 0:
+            self._stopping.wait(max(0.0, min(left_s, CANCEL_POLL_S)))
+            if left_s <= CANCEL_POLL_S:
                 return True
-            self._stopping.wait(min(left_s, CANCEL_POLL_S))
         self._sender.send(flags=FINAL)
         return False
 
