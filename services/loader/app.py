@@ -136,7 +136,7 @@ class _Loader:
             round(self._settings.load_timeout_seconds * 1000),
             round(self._settings.unload_patience_seconds * 1000),
         )
-        berthing = Berthing(self.node, BerthLinks(self._settings.berths_path), self._library, self._clock)
+        berthing = Berthing(self.node, BerthLinks(self._settings.berths_path), self._library, self._clock, steps)
         await berthing.start()
         steps.performed_by(Performer(self.node, steps, caches, parts, berthing).perform)
         recollection = Recollection(self.node, NodeFile(self._settings.cache_dir))

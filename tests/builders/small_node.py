@@ -288,7 +288,7 @@ async def small_node(
         caches = CacheTiers(node, steps, cache, arena, stagings, leavers, clock)
         parts = Parts(control, library, audit, measurements, processes, inventory, clock, LOAD_TIMEOUT_MS)
         board = berths or FakeBoard()
-        berthing = Berthing(node, board, library, clock)
+        berthing = Berthing(node, board, library, clock, steps)
         await berthing.start()
         steps.performed_by(Performer(node, steps, caches, parts, berthing).perform)
         recollection = Recollection(node, remembered)

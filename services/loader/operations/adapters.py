@@ -128,6 +128,7 @@ class Adapters:
     async def turn(self) -> None:
         """Let go of what is not promised any more, follow the catalogue, and stage in the background."""
         self._let_go()
+        self._berthing.turn()
         if not self._library.is_known:
             return
         if self._library.adapters() is not self._seen:
@@ -149,11 +150,10 @@ class Adapters:
 
     async def _berthed(self, order: AdapterOrder, home: Residence, place: AdapterPlace) -> AdapterPlace:
         """The place, by the name under which the instance knows it if that is not its path."""
-        berths = self._berthing.of(home)
-        if berths is None:
-            return place
-        self._berthing.promise(order.digest, KEEP_MS + order.use_ms)
-        return replace(place, engine_name=await self._berthing.moor(berths, order.digest, place.path))
+        name = await self._berthing.moor(home, order.digest, place.path)
+        if name:
+            self._berthing.promise(order.digest, KEEP_MS + order.use_ms)
+        return replace(place, engine_name=name)
 
     def _pair(self, adapter: Adapter, home: Residence) -> tuple[Digest, Digest, int]:
         """What decides whether it fits. Raises Unavailable: the instance takes no adapters."""

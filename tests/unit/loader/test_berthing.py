@@ -135,6 +135,45 @@ async def test_what_an_instance_cannot_take_is_refused_and_why(node: SmallNode) 
     assert "2 adapters were used since the instance was loaded" in error.message
 
 
+@on_a_small_node(BASE, adapter_bytes=1_000)
+async def test_an_instance_without_names_left_is_loaded_again(node: SmallNode) -> None:
+    """Two names, three adapters: by itself it leaves and comes back with new ones, and the third has one."""
+    await node.load(BASE)
+    (berths,) = node.library.berths
+    assert berths is not None
+    berths.count = 2
+    one, two, three = declare(node, 3)
+    for adapter in (one, two):
+        await ensure(node, adapter)
+    assert isinstance(await outcome(ensure(node, three)), CapacityExhausted)
+    for _ in range(8):
+        await node.adapters.turn()
+        await node.clock.sleep_ms(1_000)
+    assert node.state(BASE) is State.READY
+    assert [place.engine_name for place in [await ensure(node, each) for each in (three, one)]] == [
+        "load2-0",
+        "load2-1",
+    ]
+    assert [note.details.get("order") for note in node.audit.notes if note.what == "unload"] == ["adapter-names"]
+
+
+@on_a_small_node(BASE, small_model("guest", 400), adapter_bytes=1_000)
+async def test_one_that_has_to_make_room_does_not_come_back_for_its_names(node: SmallNode) -> None:
+    """The scheduler gave its place to another: what it lacked is forgotten."""
+    guest = small_model("guest", 400)
+    await node.load(BASE)
+    (berths,) = node.library.berths
+    assert berths is not None
+    berths.count = 0
+    (adapter,) = declare(node, 1)
+    assert isinstance(await outcome(ensure(node, adapter)), CapacityExhausted)
+    await node.load(guest, first=(BASE,))
+    for _ in range(4):
+        await node.adapters.turn()
+        await node.clock.sleep_ms(1_000)
+    assert (node.state(guest), node.state(BASE)) == (State.READY, State.STAGED)
+
+
 @on_a_small_node(BARE, adapter_bytes=1_000)
 async def test_a_base_that_was_given_room_after_it_was_loaded(node: SmallNode) -> None:
     """Its instance knows no names: never the base alone under an adapter's name. Loaded again, it has them."""
