@@ -110,6 +110,7 @@ class NatsBus:
         self._replies: dict[str, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
         self._lingering: list[tuple[str, bytes]] = []  # answers that wait for company
+        self._rings: asyncio.TimerHandle | None = None  # when they leave without it
         self._leaving: asyncio.Task[None] | None = None
 
     @classmethod
@@ -202,18 +203,22 @@ class NatsBus:
 
     def _answer_later(self, subject: str, data: bytes) -> None:
         self._lingering.append((subject, data))
-        if self._leaving is None:
-            self._leaving = asyncio.create_task(self._send_later())
+        if self._rings is None:
+            self._rings = asyncio.get_running_loop().call_later(LINGER_S, self._leave)
 
-    async def _send_later(self) -> None:
-        await asyncio.sleep(LINGER_S)
-        self._leaving = None
+    def _leave(self) -> None:
+        self._leaving = asyncio.create_task(self._send_alone())
+
+    async def _send_alone(self) -> None:
         try:
             await self._send_lingering()
         except NatsError:
             log.debug("bus_answer_failed")  # whoever asked asks again
 
     async def _send_lingering(self) -> None:
+        if self._rings is not None:
+            self._rings.cancel()
+            self._rings = None
         answers, self._lingering = self._lingering, []
         for subject, data in answers:
             await self._client.publish(subject, data)

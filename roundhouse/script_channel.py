@@ -141,6 +141,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._unsent: list[bytes] = []
         self._hurries = False  # `_send` runs in the next turn of the loop
+        self._lingers: asyncio.TimerHandle | None = None  # `_send` runs when it rings, if nothing hurries before
 
     def call(self, command: tuple[Value, ...], *, patient: bool = False) -> "asyncio.Future[Any]":
         """Send a command. Commands of one turn of the loop leave in one write, with those that were patient before."""
@@ -154,15 +155,16 @@ class _Connection(asyncio.Protocol):
             self._hurries = True
             self._loop.call_soon(self._send)
         elif patient and not self._unsent:
-            self._loop.call_later(LINGER_S, self._send)
+            self._lingers = self._loop.call_later(LINGER_S, self._send)
         self._unsent.append(hiredis.pack_command(cast("Any", command)))  # its type says one element
         if self._timer is None:
             self._timer = self._loop.call_at(now + self._timeout_s, self._look_at_oldest)
         return reply
 
     def _send(self) -> None:
-        if not self._unsent:
-            return  # they left with a command that came later
+        if self._lingers is not None:
+            self._lingers.cancel()  # else it would wake the process for nothing
+            self._lingers = None
         data, self._unsent, self._hurries = b"".join(self._unsent), [], False
         if self._transport is not None and not self.lost:
             self._transport.write(data)

@@ -33,6 +33,7 @@ EVENTS_MAX = 50_000  # about 50 MB with the log; some minutes of a busy gateway
 ALARM_AT = 0.5  # of `events_max`: time to act before work is refused
 PUBLISHERS = 16  # JetStream takes 11,000/s with many in flight, 3,600/s one at a time
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
+PACE_S = 0.05  # between two groups of events: a message alone wakes three processes, and so does a group
 UPKEEP_MS = 200  # what a power cut may take of events that the stream does not have; a killed process loses nothing
 
 
@@ -65,6 +66,9 @@ class UsageOutbox:
         self._slots: dict[str, SlotJournal] = {}
         self._unwritten: deque[_Held] = deque()
         self._waiting: asyncio.Queue[_Held] = asyncio.Queue()  # bounded by `has_room`, never by losing an event
+        self._gathered: list[_Held] = []  # on disk, and about to go into `_waiting`
+        self._opens: asyncio.TimerHandle | None = None  # until it rings, events gather
+        self._paced = True
         self._drained = asyncio.Event()
         self._drained.set()
         self._dirty = False
@@ -104,7 +108,7 @@ class UsageOutbox:
             return []
         left = self._folder.take_over(now_ms)
         for event, segment in left.events:
-            self._hold(event, event.SerializeToString(), segment)
+            self._waiting.put_nowait(self._hold(event, event.SerializeToString(), segment))
         metrics.recovered(len(left.events), len(left.finishes), left.damaged, left.torn)
         if left.events or left.damaged or left.torn:
             counts = {"events": len(left.events), "abandoned": len(left.finishes), "torn": left.torn}
@@ -126,6 +130,9 @@ class UsageOutbox:
         held = self._hold(event, event.SerializeToString(), None)
         if self._folder is not None and not self._write(self._folder, held):
             self._unwritten.append(held)
+        self._gathered.append(held)
+        if self._opens is None:
+            self._let_go()
 
     def start(self, lifecycle: Lifecycle, clock: Clock) -> None:
         """Publish and look after the log in the background until the process stops."""
@@ -136,6 +143,10 @@ class UsageOutbox:
     async def drain(self, timeout_s: float) -> int:
         """Wait until the stream has everything; returns how many events are left after `timeout_s`, for the next
         process on the folder."""
+        self._paced = False
+        if self._opens is not None:
+            self._opens.cancel()
+        self._let_go()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
@@ -156,8 +167,18 @@ class UsageOutbox:
         held = _Held(event.id, subjects.usage(event.subject), f"{event.id}/{event.data.emitter}", data, segment)
         self._held[event.id] = held
         self._drained.clear()
-        self._waiting.put_nowait(held)
         return held
+
+    def _let_go(self) -> None:
+        """Publish what has gathered, and gather for `PACE_S`: the first event after a pause goes at once."""
+        self._opens = None
+        if not self._gathered:
+            return
+        for held in self._gathered:
+            self._waiting.put_nowait(held)
+        self._gathered.clear()
+        if self._paced:
+            self._opens = asyncio.get_running_loop().call_later(PACE_S, self._let_go)
 
     def _write(self, folder: OutboxFolder, held: _Held) -> bool:
         """Into the log, then out of the slot. False if the disk refuses; then the slot still has the counts."""

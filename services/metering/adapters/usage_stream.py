@@ -32,8 +32,8 @@ log = structlog.get_logger(__name__)
 CONSUMER: Final = "metering"
 PULL_WAIT_S: Final = 1.0  # how long a request waits for its first event, and a stop for an idle pull
 IDLE_PULLS_BEFORE_LOOK: Final = 3  # with PULL_WAIT_S: a forgotten consumer is missed within about 3 s
-GATHER_S: Final = 0.1  # what a row may be later, so that a trickle costs ten commits a second and not one an event
-TRICKLE_EVENTS: Final = 64  # with as many at hand a commit is shared well enough
+GATHER_S: Final = 0.25  # between two commits of a trickle: four a second cost little, and a row is no later than that
+TRICKLE_EVENTS: Final = 256  # with as many at hand a commit is shared well enough
 BATCHES_AHEAD: Final = 2  # one to take at once, one on its way
 ACK_WAIT_S: Final = 10.0  # many times a slow commit; then events of a process that died go to another
 ACK_PENDING_MAX: Final = 8192  # far above the batches in flight of a few processes
@@ -60,6 +60,7 @@ class JetStreamUsage:
         self._fault: str | None = None
         self._epoch = 0
         self._idle_pulls = 0
+        self._taken_at = -GATHER_S
         bus.on_reconnected(self._forget)
 
     async def pull(self, *, limit: int) -> Sequence[Delivery]:
@@ -125,17 +126,18 @@ class JetStreamUsage:
         return await self._bus.jetstream.add_consumer(subjects.USAGE_STREAM, config)
 
     async def _take(self, limit: int) -> list[Msg]:
-        """What has arrived; waits up to `PULL_WAIT_S` for a first message and then, if few came, `GATHER_S` for more.
+        """What has arrived; waits up to `PULL_WAIT_S` for a first message. Few are taken once in `GATHER_S`: the first
+        after a pause at once, those that follow together.
 
         Asks ahead for the next batch."""
         await self._ask(limit)
         if not self._arrived:
             await self._wait()
         if 0 < len(self._arrived) < min(limit, TRICKLE_EVENTS):
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(self._taken_at + GATHER_S - asyncio.get_running_loop().time())
         taken = [self._arrived.popleft() for _ in range(min(limit, len(self._arrived)))]
         if taken:
-            self._idle_pulls = 0
+            self._idle_pulls, self._taken_at = 0, asyncio.get_running_loop().time()
             await self._ask(limit)
         else:
             await self._look_if_idle()

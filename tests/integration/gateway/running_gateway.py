@@ -53,7 +53,9 @@ class RunningGateway:
     async def usage(self, count: int) -> list[UsageEvent]:
         """The first `count` usage events, once the stream has them; more than that fail the test."""
         await until(lambda: len(self.events) >= count)
-        await asyncio.sleep(0.05)  # for the one event too many that a fault would make
+        await asyncio.sleep(
+            0.1
+        )  # for the one event too many that a fault would make; they leave in groups, 50 ms apart
         assert len(self.events) == count
         return self.events
 

@@ -34,8 +34,13 @@ async def both(nats_url: str, redis_url: str, tmp_path: Path, node: FakeNode) ->
 
 def http1(gateway: RunningGateway, stream: bool) -> bytes:
     """A request as bytes."""
-    body = json.dumps({**MANY, "stream": stream}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEYS['t1']}\r\n"
+    return request_bytes("/v1/chat/completions", {**MANY, "stream": stream})
+
+
+def request_bytes(path: str, fields: object) -> bytes:
+    """A POST of tenant t1 as bytes."""
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEYS['t1']}\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
@@ -123,6 +128,42 @@ async def test_a_client_that_hangs_up_on_http1(
     await until(lambda: begun(gateway, node, stage), within_s=WITHIN_S)
     writer.close()
     await assert_nothing_runs(gateway, node, stage)
+
+
+KINDS = {
+    "two choices": ("/v1/completions", {"model": "m", "prompt": "hi", "n": 2}),
+    "vectors": ("/v1/embeddings", {"model": "m", "input": "hi"}),
+    "tensors": (
+        "/v2/models/scorer/infer",
+        {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("connection", ["new", "kept"])
+async def test_a_client_that_hangs_up_on_any_route(
+    gateway: RunningGateway, node: FakeNode, kind: str, connection: str
+) -> None:
+    """Case B10, B32: whatever was asked, in the queue; also right behind an answer on the same connection."""
+    gateway.scheduler.grants_at_once = connection == "kept"
+    path, body = KINDS[kind]
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.addresses.http)
+    if connection == "kept":
+        writer.write(request_bytes(path, body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        gateway.scheduler.grants_at_once = False
+        await reader.readexactly(length)
+    before = len(gateway.scheduler.submitted)
+    writer.write(request_bytes(path, body))
+    await until(lambda: len(gateway.scheduler.submitted) == before + 1, within_s=WITHIN_S)
+    writer.close()
+    await until(lambda: len(gateway.scheduler.cancelled) == 1, within_s=WITHIN_S)
+    events = await gateway.usage(1 + before)
+    assert Outcome.from_wire(events[-1].data.outcome) is Outcome.CANCELLED
+    assert events[-1].data.output_tokens == 0
 
 
 @pytest.mark.parametrize("stage", [in_queue, in_prefill, in_decode])

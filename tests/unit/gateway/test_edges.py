@@ -44,6 +44,35 @@ def test_events_wait_for_the_stream_and_arrive_once() -> None:
     run_virtual(scenario())
 
 
+def test_the_first_event_leaves_at_once_and_those_behind_it_together() -> None:
+    """A message wakes three processes. After a pause an event is published at once; three that come within the next
+    50 ms leave together at its end; a drain waits for none of it."""
+
+    async def scenario() -> None:
+        bus = FakeBus()
+        outbox = UsageOutbox(bus)
+        async with asyncio.TaskGroup() as tasks:
+            lifecycle = Lifecycle(tasks)
+            outbox.start(lifecycle, VirtualClock())
+            await outbox.record(event(1))
+            await asyncio.sleep(0.001)
+            assert len(bus.durable) == 1
+            for number in (2, 3, 4):
+                await outbox.record(event(number))
+            await asyncio.sleep(0.045)
+            assert len(bus.durable) == 1
+            await asyncio.sleep(0.005)
+            assert len(bus.durable) == 4
+            await outbox.record(event(5))
+            begun = asyncio.get_running_loop().time()
+            assert await outbox.drain(10) == 0
+            assert asyncio.get_running_loop().time() - begun < 0.01
+            lifecycle.cancel_tasks()
+        assert len(bus.durable) == 5
+
+    run_virtual(scenario())
+
+
 def test_a_drain_is_bounded() -> None:
     """A bus that does not come back costs 5 s and the count of what is lost is told."""
 
