@@ -20,7 +20,7 @@ from itertools import pairwise
 from engines.block_arena import Bytes, MappedArena
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
-CHUNK_BLOCKS = 64  # blocks of one reservation; others may write in between
+CHUNK_BLOCKS = 128  # blocks of one reservation: a millisecond of the store's time; others may write in between
 
 
 class StaleArena(Exception):

@@ -168,6 +168,11 @@ class BlockTable:
         blocks = (lease.writing or lease.chain) if lease is not None else ()
         return {block.key: block.place() for block in blocks}
 
+    def writing(self, lease_id: str) -> list[bytes]:
+        """The keys that an open lease is to write, in order."""
+        lease = self._leases.find(lease_id)
+        return [block.key for block in lease.writing] if lease is not None else []
+
     def parent_of_lease(self, lease_id: str) -> bytes:
         """What the first block that a lease writes stands under; ROOT if there is none."""
         lease = self._leases.find(lease_id)

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from services.kvstore.domain.slot_arena import Slot
 
 ROOT = b""  # the parent of the first block of a prompt
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """Where a block lies: `offset` and `length` in bytes. The checksum is 0 while the block is being written."""
+class BlockPlace(NamedTuple):
+    """Where a block lies: `offset` and `length` in bytes. The checksum is 0 while the block is being written.
+
+    A tuple, as `WrittenBlock`, because one is made of every block of a call, in a third of the time."""
 
     key: bytes
     offset: int
@@ -56,8 +58,7 @@ class NewBlocks:
     parent_salt: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenBlock:
+class WrittenBlock(NamedTuple):
     """What a block is to be, and what was found in the arena; equal unless it is torn, or not looked at."""
 
     key: bytes

@@ -121,12 +121,13 @@ class BlockService:
         """Publish the blocks of a lease with their writer's checksums; the reservation ends.
 
         The bytes are not read: every reader checks its own copy, and reports what is wrong."""
-        places, parent = self._table.places(lease_id), self._table.parent_of_lease(lease_id)
-        written = [WrittenBlock(key, claim, claim) for key, claim in claims.items() if key in places]
+        parent = self._table.parent_of_lease(lease_id)
+        keys = [key for key in self._table.writing(lease_id) if key in claims]
+        written = [WrittenBlock(key, claims[key], claims[key]) for key in keys]
         outcome = self._table.commit(lease_id, written, self._now())
         if outcome.committed:
             if self._disk is not None:
-                self._disk.note_stored([key for key in places if key in claims], parent)
+                self._disk.note_stored(keys, parent)
             news, self._news = self._news, asyncio.Event()
             news.set()
         return Committed(outcome.committed, len(claims) - outcome.committed)
