@@ -152,9 +152,10 @@ class StoreClient:
             commit = kv_pb2.CommitBlocksRequest(lease_id=slots.lease_id, blocks=slots.slots)
             assert self.stub.CommitBlocks(commit).committed == len(chunk)
 
-    def get(self, keys: list[bytes], target: Bytes) -> None:
-        """Acquire, copy each block to where it is needed with its checksum, release."""
-        with self._acquired(keys) as reply:
+    def get(self, keys: list[bytes], target: Bytes, wait_ms: int = 0) -> None:
+        """Acquire, copy each block to where it is needed with its checksum, release. An engine asks memory only, and
+        waits, in a second call, for what is elsewhere."""
+        with self._acquired(keys, wait_ms) as reply:
             for number, (offset, checksum) in enumerate(zip(reply.offsets, reply.checksums, strict=True)):
                 into = target[number * reply.length : (number + 1) * reply.length]
                 assert self._arena.read(offset, into, checksum)
@@ -186,10 +187,10 @@ class StoreClient:
         )
 
     @contextmanager
-    def _acquired(self, keys: list[bytes]) -> Iterator[kv_pb2.AcquirePrefixReply]:
+    def _acquired(self, keys: list[bytes], wait_ms: int = 0) -> Iterator[kv_pb2.AcquirePrefixReply]:
         reply = self.stub.AcquirePrefix(
             kv_pb2.AcquirePrefixRequest(
-                salt=self._salt, keys=keys, client_id="benchmark", lease_ms=LEASE_MS, wait_ms=10_000, packed=True
+                salt=self._salt, keys=keys, client_id="benchmark", lease_ms=LEASE_MS, wait_ms=wait_ms, packed=True
             )
         )
         assert len(reply.offsets) == len(keys)
