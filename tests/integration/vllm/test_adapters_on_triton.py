@@ -65,8 +65,8 @@ def whole_characters(text: str) -> str:
 class World:
     """A vLLM base on a node, and what a gateway does with its adapters."""
 
-    def __init__(self, loader: LoaderProcess, triton: TritonServer, base: Model) -> None:
-        self.loader, self.triton, self.base = loader, triton, base
+    def __init__(self, loader: LoaderProcess, triton: TritonServer, base: Model, kvstore: KvStoreProcess) -> None:
+        self.loader, self.triton, self.base, self.kvstore = loader, triton, base, kvstore
         self.name = triton_model_name(ModelVersion(base.name, base.digest))
         self.nodes, self.places = TritonNodes(), LoaderAdapters(SystemClock())
         self.placement = Placement(
@@ -134,7 +134,7 @@ async def world(
     base = msgspec.structs.replace(record, adapter_slots=SLOTS)
     loader = LoaderProcess(triton, nats_url, redis_url, tmp_path / "cache")
     loader.extra = {"LOAD_TIMEOUT_SECONDS": str(LOAD_S), "KVSTORE_ADDRESS": kvstore.address}
-    world = World(loader, triton, base)
+    world = World(loader, triton, base, kvstore)
     yield world
     await world.close()
     await loader.kill()
@@ -178,6 +178,7 @@ async def test_adapters_over_vllm_from_declaration_to_answer(world: World, redis
         assert [await world.text(adapter) for adapter in (None, *adapters)] == expected
         assert await asyncio.gather(*map(world.text, adapters[:4])) == expected[1:5]
         await check_logprobs(world, adapters[0])
+        assert world.kvstore.statistics().blocks >= 2 * (1 + ADAPTERS)  # two of 32 tokens for the base and each adapter
         with pytest.raises(InvalidInput, match=r"r must be in \[1, 16\], not 32"):
             await world.text(wide)
         stranger = loading_pb2.EnsureAdapterRequest(
