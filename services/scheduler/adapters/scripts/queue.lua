@@ -1,7 +1,4 @@
 -- Shared steps of the scheduler's scripts; put before each verb. The oracle is services/scheduler/domain/fair_queue.py.
-P.OUTPUT_UNITS, P.FIRST_OUTPUT, P.FIRST_RUN, P.SHIFT, P.BATCH = 2, 256, 1000, 8, 200
-P.FENCE_STEP = 100 -- the latest time is noted this coarsely
-
 -- Arithmetic: services/scheduler/domain/service.py
 function q.cost(input, cached, output)
   return max(0, input - cached) + P.OUTPUT_UNITS * output
@@ -112,7 +109,6 @@ function q.is_stale()
   if now > latest + P.FENCE_STEP then call('SET', q.key('latest'), now) end
   return false
 end
-P.STALE = {err = 'STALE the caller is behind the others'}
 
 function q.ripe(name)
   return call('ZRANGE', q.key(name), '-inf', now, 'BYSCORE', 'LIMIT', 0, P.BATCH)

@@ -7,11 +7,16 @@
 -- are fields of one table: a function that reaches for a local of the script costs each run a search for it.
 local call, floor, max, min, unpacked = redis.call, math.floor, math.max, math.min, cmsgpack.unpack
 local now = tonumber(ARGV[1])
-local P = {IDLE_SECONDS = 86400} -- accounts and averages of a lane nobody used for a day are forgotten
+local P -- policy and constants
 do
   local s1, s2, s3, ageing, credit, lease, retry, delivery, tombstone, by_time, overload, pause = unpacked(ARGV[2])
-  P.SHARES, P.AGEING, P.CREDIT, P.LEASE, P.RETRY = {s1, s2, s3}, ageing, credit, lease, retry
-  P.DELIVERY, P.TOMBSTONE, P.DEVICE_TIME, P.OVERLOAD, P.PAUSE = delivery, tombstone, by_time == 1, overload, pause
+  P = {SHARES = {s1, s2, s3}, AGEING = ageing, CREDIT = credit, LEASE = lease, RETRY = retry, DELIVERY = delivery,
+       TOMBSTONE = tombstone, DEVICE_TIME = by_time == 1, OVERLOAD = overload, PAUSE = pause,
+       IDLE_SECONDS = 86400, -- accounts and averages of a lane nobody used for a day are forgotten
+       OUTPUT_UNITS = 2, FIRST_OUTPUT = 256, FIRST_RUN = 1000, SHIFT = 8, -- see `domain/service.py`
+       BATCH = 200, -- tickets of one expiry or claim
+       FENCE_STEP = 100, -- the latest time is noted this coarsely
+       STALE = {err = 'STALE the caller is behind the others'}}
 end
 local q = {versions = {}, depths = {queued = {}, scoped = {}}, uses = {}, uses_before = {}, touched = {}}
 
@@ -123,6 +128,7 @@ function q.depth_of(family, name)
   return depth
 end
 function q.save_depths(family)
+  if not next(q.depths[family]) then return end
   local kept, gone = {}, {}
   for name, depth in pairs(q.depths[family]) do
     if depth.changed and (depth.count > 0 or depth.last > 0 or depth.pace > 0) then
@@ -150,7 +156,7 @@ function q.read_uses(instances)
   end
 end
 function q.use(instance, by)
-  q.read_uses({instance})
+  if not q.uses[instance] then q.read_uses({instance}) end
   q.uses[instance] = q.uses[instance] + by
   if not q.touched[instance] then
     q.touched[instance] = true
