@@ -1,6 +1,6 @@
 """The fair queues in Valkey or Redis: one Lua script a verb, so each decision is atomic for all replicas.
 
-Keys are `rh:{p:<pool>}:…`, all made from one prefix, so a pool lives in one slot of a Redis Cluster. Time is an
+Keys are `rh:{p:<pool>}:<layout>:…`, all made from one prefix, so a pool lives in one slot of a Redis Cluster. Time is an
 argument (docs/decisions/0030): a script decides the same on a replica, in a test and in the simulator. The semantics
 are those of `domain/fair_queue.py`; tests/contract/test_scheduling_store.py compares every answer.
 """
@@ -43,6 +43,7 @@ from services.scheduler.domain.residency import Claim, ClaimDenied, Claimed, Cla
 from services.scheduler.domain.service import Policy
 
 Argument = str | bytes | int | float
+LAYOUT = 2  # of the values behind the keys: what a version with another one left is not read, and does no harm
 _PACKAGE = "services.scheduler.adapters.scripts"
 _VERBS = (
     "turn",
@@ -68,7 +69,7 @@ def script(verb: str) -> LuaScript:
 
 def pool_prefix(pool: PoolName) -> str:
     """The prefix of every key of a pool; the braces are the hash tag of Redis Cluster."""
-    return f"rh:{{p:{encode_token(pool)}}}:"
+    return f"rh:{{p:{encode_token(pool)}}}:{LAYOUT}:"
 
 
 class RedisSchedulingStore:

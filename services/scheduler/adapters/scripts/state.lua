@@ -1,5 +1,5 @@
 -- What the scheduler's scripts keep in the store, and how; put before `queue.lua`, which says what is done with it.
--- KEYS[1] is the pool's prefix `rh:{p:<pool>}:`; every key is made from it, so all of a pool lives in one cluster slot.
+-- KEYS[1] is the pool's prefix `rh:{p:<pool>}:<layout>:`; every key is made from it: a pool lives in one cluster slot.
 -- ARGV[1] = now (ms), ARGV[2] = policy (packed, in the order of the names below). Numbers are integers below 2^52.
 --
 -- A call into the store costs a script more than its own arithmetic does. So what is read and changed together is one
