@@ -17,11 +17,6 @@ from roundhouse.catalogue.yaml_document import Path as Where
 SCHEMES = ("http", "https", "s3")
 
 
-def is_address(source: str) -> bool:
-    """Whether a source is an address; else it is a path."""
-    return "://" in source
-
-
 def wrong_address(document: Document, where: Where, item: ModelShape | AdapterShape) -> Iterator[Problem]:
     """Everything that is wrong with an item whose source is an address."""
     source = (*where, "source")

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from roundhouse.catalogue import sizes
-from roundhouse.catalogue.addresses import is_address
 from roundhouse.catalogue.declaration import Declaration
 from roundhouse.catalogue.digests import DigestCache, FileEntry, Progress, digest_of_entries, version_entries
 from roundhouse.catalogue.lora import check_adapter, rank_max_over
@@ -32,6 +31,7 @@ from roundhouse.catalogue.records import (
     ScopeLimits,
     SharingGroup,
     Tenant,
+    is_address,
 )
 from roundhouse.catalogue.shape import (
     AdapterShape,

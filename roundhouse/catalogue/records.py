@@ -33,6 +33,11 @@ DEDICATED_REPLICA = "dedicated-replica"  # instances of its own, on nodes and de
 DEDICATED_MIG = "dedicated-mig"  # instances of its own, on MIG slices that nobody else uses meanwhile
 
 
+def is_address(source: str) -> bool:
+    """Whether a source is an address, which loaders fetch from; else it is a path that they see."""
+    return "://" in source
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one tenant; None = no such limit."""
 

@@ -11,8 +11,16 @@ from typing import Any, assert_never
 
 import msgspec
 
-from roundhouse.catalogue.addresses import is_address
-from roundhouse.catalogue.records import Adapter, Catalogue, Model, Price, ScopeLimits, SharingGroup, Tenant
+from roundhouse.catalogue.records import (
+    Adapter,
+    Catalogue,
+    Model,
+    Price,
+    ScopeLimits,
+    SharingGroup,
+    Tenant,
+    is_address,
+)
 
 Entry = dict[str, Any]
 """Plain data in the words of a declaration; a key that would say nothing is left out."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from roundhouse.catalogue.lora_format import RANK_MAX
+from roundhouse.catalogue.records import is_address
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 COUNT_MAX = 1_000_000_000  # keeps the limit arithmetic of admission.lua exact (services/gateway/domain/limits.py)
@@ -175,7 +176,7 @@ class SourceShape(Shape):
     @property
     def is_address(self) -> bool:
         """Whether loaders fetch it from a server; else it is a path that they see."""
-        return "://" in self.path
+        return is_address(self.path)
 
 
 class MemoryShape(Shape):

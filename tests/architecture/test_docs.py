@@ -65,8 +65,9 @@ def test_settings_are_there(page: Path) -> None:
 
 @cache
 def read_elsewhere() -> frozenset[str]:
-    """Settings by name in any program."""
-    files = (file for folder in ("roundhouse", "deploy", "engines", "tests") for file in (ROOT / folder).rglob("*.py"))
+    """Settings by name in any program, or in the compose file."""
+    files = [file for folder in ("roundhouse", "deploy", "engines", "tests") for file in (ROOT / folder).rglob("*.py")]
+    files += (ROOT / "deploy").rglob("*.y*ml")
     return frozenset(name for file in files for name in SETTING.findall(file.read_text()))
 
 

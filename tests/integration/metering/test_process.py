@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from shutil import rmtree
 
@@ -11,6 +12,7 @@ from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from roundhouse import subjects
 from roundhouse.catalogue.store import CatalogueStore
+from roundhouse.environment import kill_tests_wanted
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import NatsBus, connect_bus
 from roundhouse.redis_edge import open_redis
@@ -20,7 +22,8 @@ from tests import infra
 from tests.builders.usage import abandoned, priced_catalogue, usage_facts
 from tests.integration.metering.conftest import MeteringProcess, emit, wait_for
 
-EVENTS = 500
+KILLS = 5 if kill_tests_wanted() == "all" else 3
+EVENTS = 100 * KILLS
 
 
 def attempts(metering: MeteringProcess) -> int:
@@ -53,7 +56,7 @@ async def billing_records(bus: NatsBus) -> list[usage_pb2.RatedRecord]:
 
 
 async def test_kills_at_random_points_lose_and_double_nothing(metering: MeteringProcess, bus: NatsBus) -> None:
-    """500 events, kill -9 in each hundred: each counts once (invariant 14); billing has every sequence, in order."""
+    """kill -9 in each hundred events: each counts once (invariant 14); billing has every sequence, in order."""
     chance = random.Random(7)
     events = [usage_facts(f"r{n}", tenant_id=f"t{n % 7}") for n in range(EVENTS)]
     for start in range(0, EVENTS, 100):
@@ -68,7 +71,8 @@ async def test_kills_at_random_points_lose_and_double_nothing(metering: Metering
     await asyncio.to_thread(wait_for, lambda: attempts(metering) == EVENTS, within_s=40, what="all events counted")
     await asyncio.to_thread(wait_for, lambda: published(metering), within_s=20, what="all rows published")
     totals = metering.get("/v1/reconcile")["totals"][0]
-    assert (totals["requests"], totals["output_tokens"], totals["amount"]) == (EVENTS, EVENTS * 200, "2.46")
+    assert (totals["requests"], totals["output_tokens"]) == (EVENTS, EVENTS * 200)
+    assert Decimal(totals["amount"]) == EVENTS * Decimal("0.00492")
     sequences = [record.sequence for record in await billing_records(bus)]
     first_seen = list(dict.fromkeys(sequences))
     assert first_seen == list(range(1, EVENTS + 1))
