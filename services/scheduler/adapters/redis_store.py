@@ -1,7 +1,7 @@
 """The fair queues in Valkey or Redis: one Lua script a verb, so each decision is atomic for all replicas.
 
-Keys are `rh:{p:<pool>}:<layout>:…`, all made from one prefix, so a pool lives in one slot of a Redis Cluster. Time is an
-argument (docs/decisions/0030): a script decides the same on a replica, in a test and in the simulator. The semantics
+Keys are `rh:{p:<pool>}:<layout>:…`, all made from one prefix, so a pool lives in one slot of a Redis Cluster. Time is
+an argument (docs/decisions/0030): a script decides the same on a replica, in a test and in the simulator. Semantics
 are those of `domain/fair_queue.py`; tests/contract/test_scheduling_store.py compares every answer.
 """
 
