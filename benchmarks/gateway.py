@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.gateway_mesh import FAST, HOLD, TENANT, GatewayMesh, gateway_mesh, python_program
 from benchmarks.http_load import Caller, Target, http_load, open_callers
 from benchmarks.litellm_proxy import litellm_proxy
-from benchmarks.processes import cpu_seconds_by_group, resident_bytes
+from benchmarks.processes import cpu_seconds_by_group, resident_bytes, until_at_rest
 from benchmarks.report import Figure, Goal, Report
 from benchmarks.streams import Load
 from deploy.local.ports import free_ports
@@ -32,6 +32,7 @@ DESCRIPTION = "CPU, latency and memory of the gateway and the mesh behind it, be
 TOKENS = 32
 WARM_REQUESTS = 200
 IDLE_STREAMS = (1_000, 5_000)
+IDLE_S = 5.0  # of open streams that say nothing, whose processor time is measured
 GATEWAY_GOALS = {"stream": 3.5, "whole": 1.5}  # CPU seconds per 1,000 requests: LiteLLM's divided by 30 and by 20
 MESH_GOALS = {"stream": 5.0, "whole": 2.5}  # level with Dynamo's front end and mock worker
 STALL_MS = 40.0  # Nagle's algorithm against delayed acknowledgement
@@ -124,7 +125,7 @@ async def _levels(
         for kind in ("stream", "whole"):
             before = cpu_seconds_by_group(groups)
             load = await http_load(target, callers=level, requests=requests, stream=kind == "stream")
-            await asyncio.sleep(0.3)  # what a request leaves to be done: its bill, its finish
+            await until_at_rest(groups)
             after = cpu_seconds_by_group(groups)
             cpu = {part: (after[part] - before[part]) * 1000 / requests for part in groups}
             loads[f"{kind}_{level}"] = load
@@ -174,14 +175,14 @@ async def _idle_streams(result: Figures, mesh: GatewayMesh) -> None:
             more = await open_callers(target.port, min(100, count - len(callers)))
             await asyncio.gather(*(caller.send(request) for caller in more))
             callers += more
-        await asyncio.sleep(2)
+        await until_at_rest(groups)
         grown = resident_bytes(groups)["gateway"] - empty
         result.figures[f"gateway_bytes_per_1000_open_streams_at_{count}"] = round(grown * 1000 / count)
         before = cpu_seconds_by_group(mesh.process_groups)
-        await asyncio.sleep(5)
+        await asyncio.sleep(IDLE_S)  # what is measured
         after = cpu_seconds_by_group(mesh.process_groups)
         for part in MESH_PARTS:
-            result.figures[f"cpu_share_{part}_with_{count}_idle_streams"] = (after[part] - before[part]) / 5
+            result.figures[f"cpu_share_{part}_with_{count}_idle_streams"] = (after[part] - before[part]) / IDLE_S
     held = sum(caller.is_open for caller in callers)
     result.goals.append(Goal.at_least("idle streams held", IDLE_STREAMS[-1], held))
     for caller in callers:

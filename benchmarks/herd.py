@@ -20,7 +20,8 @@ from benchmarks.simulation_worker import quantile
 from tests.fakes.clock import VirtualClock, run_virtual
 from tests.fakes.event_bus import FakeBus
 from tests.fakes.scheduling_store import InMemorySchedulingStore
-from tests.simulation.scheduler.harness import world_on
+from tests.simulation.scheduler.fake_gateway import Asked
+from tests.simulation.scheduler.harness import World, world_on
 from tests.simulation.scheduler.mesh import model
 
 NAME = "herd"
@@ -103,11 +104,11 @@ async def _story(requests: int, slots: int, run_ms: int, load_ms: int) -> tuple[
         node, gateway = await world.node(load_ms=load_ms), await world.gateway()
         for name in ("s1", "s2"):
             await world.scheduler(name)
-        await asyncio.sleep(1.5)
+        await _until(partial(_know_a_node, world))
         asked = [gateway.ask(f"r{n}", cold, run_ms=run_ms, tenant_id=f"t{n % TENANTS}") for n in range(requests)]
         await asyncio.gather(*(gateway.submit(each) for each in asked))
         ideal_ms = load_ms + (requests // slots + 1) * run_ms
-        await asyncio.sleep(2 * ideal_ms / 1000 + 1)
+        await _until(partial(_all_ended, asked), 2 * ideal_ms / 1000 + 1)
         done = [each.ended_ms - each.submitted_ms for each in asked if each.endings == ["done"]]
         return len(node.loads), done
 
@@ -120,11 +121,11 @@ async def _unloads() -> list[int]:
         node, gateway = await world.node(load_ms=LOAD_MS), await world.gateway()
         for name in ("s1", "s2"):
             await world.scheduler(name)
-        await asyncio.sleep(1.5)
+        await _until(partial(_know_a_node, world))
         await gateway.submit(gateway.ask("first", models[0], run_ms=RUN_MS))
         met = []
         for number in range(30):
-            await asyncio.sleep(2 * QUANTUM_MS / 1000)
+            await asyncio.sleep(2 * QUANTUM_MS / 1000)  # the model's turn is over
             gone = len(node.unloads)
             await gateway.submit(gateway.ask(f"o{number}", models[1], run_ms=RUN_MS))
             await _until(partial(_has_grown, node.unloads, gone))
@@ -139,9 +140,21 @@ def _has_grown(things: list[str], count: int) -> bool:
     return len(things) > count
 
 
-async def _until(happened: Callable[[], bool]) -> None:
-    """Look each 10 ms, for two minutes at most."""
-    for _ in range(12_000):
+def _know_a_node(world: World) -> bool:
+    return all(each.replica.nodes.any_healthy for each in world.replicas)
+
+
+def _all_ended(asked: Sequence[Asked]) -> bool:
+    return all(each.endings for each in asked)
+
+
+def _all_granted(asked: Sequence[Asked]) -> bool:
+    return all(each.grant is not None for each in asked)
+
+
+async def _until(happened: Callable[[], bool], limit_s: float = 120.0) -> None:
+    """Look each 10 ms of virtual time, so long at most."""
+    for _ in range(round(limit_s * 100)):
         if happened():
             return
         await asyncio.sleep(0.01)
@@ -155,14 +168,14 @@ async def _circle() -> tuple[list[int], int, int, int]:
         node, gateway = await world.node(capacity=300, load_ms=LOAD_MS), await world.gateway()
         for name in ("s1", "s2"):
             await world.scheduler(name)
-        await asyncio.sleep(1.5)
+        await _until(partial(_know_a_node, world))
         asked = []
         for number in range(960):
             deadline_ms = world.clock.now_ms() + 600_000
             asked.append(gateway.ask(f"r{number}", models[number % 4], run_ms=RUN_MS, deadline_unix_ms=deadline_ms))
             await gateway.submit(asked[-1])
-            await asyncio.sleep(0.25)
-        await asyncio.sleep(60)
+            await asyncio.sleep(0.25)  # the pace of the story
+        await _until(partial(_all_granted, asked))
         waits_ms = [each.granted_ms - each.submitted_ms for each in asked]
         grants = [each.grant for each in asked]
         hits = sum(

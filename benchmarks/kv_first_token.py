@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 from benchmarks.kv_process import kvstore_running
@@ -21,6 +22,7 @@ from engines.reference.intake import CallInputs, accept_call, await_prefix
 from engines.reference.kvstore_client import KvStoreClient
 from engines.reference.loaded_model import LoadedModel, load_model
 from engines.reference.sequence import TokenGenerated
+from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 from tests.builders.checkpoints import random_checkpoint
 
 TOKENS, TURNS = 2_000, 5
@@ -62,7 +64,7 @@ def first_token_figures(folder: Path) -> dict[str, Figure]:
         for prompt in prompts[TURNS:]:
             _first(there, prompt)
         peer = [_first(here, prompt, peers=[far]) for prompt in prompts[TURNS:]]
-        time.sleep(3.0)  # what was used is written to the disk in the background
+        _wait_until_on_disk(near, TURNS * CACHED // 16)
         restart()
         _find_again(here)
         disk = [_first(here, prompt) for prompt in prompts[:TURNS]]
@@ -108,6 +110,17 @@ def _until(events: Callable[[], list[TokenGenerated]]) -> list[TokenGenerated]:
     while not found:
         found = events()
     return found
+
+
+def _wait_until_on_disk(address: str, blocks: int) -> None:
+    """What was used is written in the background, and first what was used first. Raises TimeoutError."""
+    ends = time.monotonic() + 60
+    with grpc.insecure_channel(address) as channel:
+        stub = kv_pb2_grpc.KvStoreStub(channel)
+        while stub.GetStatistics(kv_pb2.GetStatisticsRequest()).disk.blocks < blocks:
+            if time.monotonic() > ends:
+                raise TimeoutError("what was used is not on the disk after a minute")
+            time.sleep(0.05)  # between two looks at another process
 
 
 def _find_again(engine: LoadedModel) -> None:

@@ -9,6 +9,7 @@ store, and must not import this project.
 import importlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 LIMIT_S = 240
-MASTER_S = 3.0
+MASTER_S = 30.0  # at most, until it listens
 NAMES = ("lmcache", "mooncake")
 
 Rates = dict[str, float]
@@ -98,13 +99,26 @@ def _lmcache(size: int, nbytes: int, repeats: int) -> Rates:
     return rates
 
 
+def _wait_until_listening(port: int) -> None:
+    ends = time.monotonic() + MASTER_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.05)  # between two looks at another process
+        else:
+            return
+
+
 def _mooncake(size: int, nbytes: int, repeats: int, port: int, other_port: int) -> Rates:
     module: Any = importlib.import_module("mooncake.store")
     program = Path(module.__file__).with_name("mooncake_master")
     command = [str(program), f"--rpc_port={port}", f"--metrics_port={other_port}"]
     master = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        time.sleep(MASTER_S)
+        _wait_until_listening(port)
         store = module.MooncakeDistributedStore()
         room = 2 * (repeats + 1) * nbytes
         assert store.setup("127.0.0.1", "P2PHANDSHAKE", room, 1 << 28, "tcp", "", f"127.0.0.1:{port}") == 0

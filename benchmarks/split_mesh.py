@@ -7,7 +7,9 @@ takes the cores of the one that decodes, which no split can help; so for prompts
 first one belongs to the decoding node, the gateway and the client, and the others to everything else, as on machines of
 their own. A load happens on the decoding node, which then has all cores. What is shared all the same (memory, caches,
 the host under a virtual machine) is measured in the same run: the split mesh beside a process of no mesh that computes
-as many prompts, or starts and loads the model as often (`benchmarks.beside`).
+as many prompts, or starts and loads the model as often (`benchmarks.beside`). Phases take turns, so that a machine
+whose speed changes meanwhile changes all of them. Where the decoding node's time goes is told by the processor time
+of each part beside the streams.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ import aiohttp
 import yaml
 
 from benchmarks.mesh import BenchmarkMesh, benchmark_mesh
+from benchmarks.processes import cpu_seconds_by_group
 from benchmarks.report import Figure, Goal
 from benchmarks.streams import quantile
 from deploy.local.child import group_members
@@ -46,6 +49,10 @@ SHAPE: dict[str, Any] = {
 }
 
 
+ROUNDS = 3
+MEASURED_PARTS = ("triton-2", "kvstore-2", "loader-2", "gateway")
+
+
 @dataclass(slots=True)
 class Phase:
     """Gaps between the pieces of all streams of a phase, ms, and how often something was done beside them."""
@@ -53,6 +60,14 @@ class Phase:
     gaps_ms: list[float] = field(default_factory=list)
     done: int = 0
     seconds: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=dict)  # of each part
+
+    def add(self, more: "Phase") -> None:
+        """Another turn of it."""
+        self.gaps_ms += more.gaps_ms
+        self.done += more.done
+        self.seconds += more.seconds
+        self.cpu_s = {name: self.cpu_s.get(name, 0.0) + used for name, used in more.cpu_s.items()}
 
     @property
     def p99(self) -> float:
@@ -109,8 +124,11 @@ class Client:
                     last = now
 
 
-async def _phase(client: Client, seconds: float, beside: Callable[[], Awaitable[None]] | None) -> Phase:
+async def _phase(
+    mesh: BenchmarkMesh, client: Client, seconds: float, beside: Callable[[], Awaitable[None]] | None
+) -> Phase:
     """Two streams one after the other all the time, and something beside them."""
+    before = cpu_seconds_by_group(mesh.process_groups)
     phase, began = Phase(), time.perf_counter()
     stop = began + seconds
 
@@ -128,6 +146,8 @@ async def _phase(client: Client, seconds: float, beside: Callable[[], Awaitable[
             tasks.create_task(streams())
         tasks.create_task(other())
     phase.seconds = time.perf_counter() - began
+    after = cpu_seconds_by_group(mesh.process_groups)
+    phase.cpu_s = {name: after[name] - before[name] for name in MEASURED_PARTS}
     return phase
 
 
@@ -201,11 +221,15 @@ async def _on_mesh(root: Path, profile: Profile, seconds: float, figures: dict[s
                 ("loads", loads, everything, everything),
             ):
                 _pin_mesh(mesh, here, there)
-                found[f"before_{name}"] = await _phase(client, seconds / 2, None)
-                found[name] = await _phase(client, seconds, act)
-                if profile is Profile.DISAGGREGATED:
-                    async with _beside(name, root / "llm", found[name], there):
-                        found[f"bare_{name}"] = await _phase(client, seconds, None)
+                for _ in range(ROUNDS):
+                    quiet = await _phase(mesh, client, seconds / ROUNDS, None)
+                    found.setdefault(f"before_{name}", Phase()).add(quiet)
+                    beside = await _phase(mesh, client, seconds / ROUNDS, act)
+                    found.setdefault(name, Phase()).add(beside)
+                    if profile is Profile.DISAGGREGATED:
+                        async with _beside(name, root / "llm", beside, there):
+                            bare = await _phase(mesh, client, seconds / ROUNDS, None)
+                        found.setdefault(f"bare_{name}", Phase()).add(bare)
             figures[f"mesh_{profile.value}_blocks_brought"] = await _blocks_brought(session, mesh)
         finally:
             _pin(os.getpid(), everything)
@@ -213,6 +237,9 @@ async def _on_mesh(root: Path, profile: Profile, seconds: float, figures: dict[s
             for share, label in ((0.5, "p50"), (0.99, "p99")):
                 figures[f"mesh_{profile.value}_{name}_itl_{label}_ms"] = round(quantile(phase.gaps_ms, share), 2)
             figures[f"mesh_{profile.value}_{name}_done"] = phase.done
+            for part, used in phase.cpu_s.items():
+                share = used / phase.seconds
+                figures[f"mesh_{profile.value}_{name}_cpu_share_{part.replace('-', '_')}"] = round(share, 3)
         return found
 
 
