@@ -8,7 +8,7 @@ import typer
 from roundhouse.cli.admin_client import AdminApi, AdminKey, AdminUrl, Refused, open_api, part
 from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
 
-COLUMNS = ("node", "pool", "accepting", "reason", "instances", "device", "host", "disk")
+COLUMNS = ("node", "pool", "role", "accepting", "reason", "instances", "device", "host", "disk")
 LOOK_S = 0.5
 
 app = typer.Typer(
@@ -83,6 +83,7 @@ def _row(node: dict[str, Any]) -> list[object]:
     return [
         node["node_id"],
         node["pool"],
+        node["role"],
         "yes" if node["accepting"] else "no",
         node["unhealthy_reason"],
         len(node["instances"]),
