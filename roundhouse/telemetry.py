@@ -7,7 +7,7 @@ Never a prompt, completion or key in any of them (invariant 16); labels only fro
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import structlog
@@ -135,8 +135,3 @@ def inner_span(name: str) -> Iterator[Span]:
         name, kind=SpanKind.INTERNAL, record_exception=False, set_status_on_exception=False
     ) as span:
         yield span
-
-
-def bind_request(fields: MutableMapping[str, str]) -> None:
-    """Add fields such as tenant_id and request_id to every log line of the current task."""
-    structlog.contextvars.bind_contextvars(**fields)

@@ -77,7 +77,6 @@ class ClusterOptions:
     cluster: str = "local"
     log_level: str = "info"
     drain_seconds: int = 10
-    metering_replicas: int = 1
     ledger_url: str = ""  # empty = SQLite in the cluster's folder
     profile: Profile = Profile.MIXED
     overrides: tuple[Override, ...] = ()
@@ -233,7 +232,6 @@ class _ServiceMaker:
             "NODE_ID": node_id,
             "GRPC_PORT": str(loader_port),
             "TRITON_GRPC": f"127.0.0.1:{triton.grpc}",
-            "TRITON_HTTP": f"127.0.0.1:{triton.http}",
             # The loader keeps an empty folder there for each model: Triton's index lists only names that have one.
             "TRITON_REPOSITORY": str(self._home.node(node_id) / "triton" / "models"),
             "KVSTORE_ADDRESS": f"127.0.0.1:{kvstore_port}",

@@ -21,7 +21,6 @@ class LoaderSettings(ServiceSettings):
     grpc_port: int = Field(default=0, ge=0, le=65535, description="the loader's own gRPC port; 0 picks a free one")
     advertise_host: str = Field(default="127.0.0.1", description="host under which schedulers reach this loader")
     triton_grpc: str = Field(description="host:port of the node's Triton, gRPC")
-    triton_http: str = Field(default="", description="host:port of the node's Triton, HTTP; told to operators only")
     triton_advertise: str = Field(default="", description="host:port that gateways dial; empty = TRITON_GRPC")
     triton_repository: Path = Field(description="Triton's --model-repository folder, as this process sees it")
     kvstore_address: str = Field(default="", description="host:port of the node's kvstore; empty = none")

@@ -92,10 +92,6 @@ class Mesh:
         """Everything a part has logged."""
         return self.home.log(part).read_text(errors="replace")
 
-    def node_folder(self, number: int) -> Path:
-        """Data folder of a node."""
-        return self.home.node(f"node-{number}")
-
 
 @contextmanager
 def mesh_running(root: Path, options: ClusterOptions, catalogue: Path) -> Iterator[Mesh]:

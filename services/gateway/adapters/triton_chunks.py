@@ -14,7 +14,6 @@ from tritonclient.grpc import service_pb2 as kserve
 from services.gateway.adapters.triton_tensors import chunk_of, chunk_of_contents
 from services.gateway.ports import EngineChunk
 
-_INFER_RESPONSE_TAG = 0x12  # ModelStreamInferResponse.infer_response = 2, length-delimited
 _ANY_ID = b"\0" * 32  # as long as our ids, which are in no other place of a head
 HEADS_MAX = 8  # of one model: its first, middle and last messages, and some to spare
 _ELEMENT_BYTES = 4  # the length before an element of a BYTES tensor

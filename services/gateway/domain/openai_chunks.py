@@ -5,7 +5,7 @@ a token). Source: the OpenAI API reference; order of events in docs/tenants/api.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -77,10 +77,6 @@ def usage_of(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[
         "total_tokens": input_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-LogprobShaper = Callable[[str, int], dict[str, Any]]
-"""(engine's JSON list, characters of text before it) → OpenAI's logprobs object."""
 
 
 def chat_logprobs(text: str, _offset: int) -> dict[str, Any]:

@@ -96,10 +96,6 @@ class ContentLedger:
         assert isinstance(made, ContentLedger), "nothing grows by leaving"
         return made
 
-    def resized(self, capacity: int) -> "ContentLedger":
-        """The same account of a tier of another size."""
-        return replace(self, capacity=capacity)
-
 
 def choose_content_evictions(
     ledger: ContentLedger, digest: Digest, pieces: Sequence[Piece], unused: Sequence[Digest]

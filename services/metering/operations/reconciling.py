@@ -14,7 +14,7 @@ import structlog
 from roundhouse.clock import Clock
 from services.metering.domain.queries import UsageFilter
 from services.metering.domain.rating import money_text
-from services.metering.domain.reconciling import Comparison, Difference, Evidence, Kind, Recorded, RequestKey, compare
+from services.metering.domain.reconciling import Comparison, Difference, Evidence, Recorded, RequestKey, compare
 from services.metering.ports import Ledger, ReconcilingObserver, ReconcilingSources
 
 log = structlog.get_logger(__name__)
@@ -101,8 +101,3 @@ class Reconciler:
             after = page.next_after
             if after is None:
                 return rows
-
-
-def kinds_of(comparison: Comparison) -> dict[Kind, int]:
-    """How many differences of each kind there are."""
-    return dict(Counter(each.kind for each in comparison.differences))

@@ -1,6 +1,6 @@
 """One Triton a module, and a loader process on it for each test."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -8,8 +8,6 @@ import pytest
 
 from tests.infra import TritonServer
 from tests.integration.loader.loader_process import LoaderProcess
-
-LoaderFactory = Callable[..., LoaderProcess]
 
 
 @pytest.fixture
