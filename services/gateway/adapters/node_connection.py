@@ -32,7 +32,6 @@ log = structlog.get_logger(__name__)
 KEEPALIVE_S, KEEPALIVE_ANSWER_S = 10.0, 5.0  # a dead node is noticed within 15 s, as by `grpc_edge.open_channel`
 CALL_TRIES_MAX, REFUSED_PAUSE_S = 6, 0.01  # guesses: 150 ms in all for a server that is at its limit of streams
 STREAM_ID_MAX = 2**31 - 1 - 2**20  # then a new connection: ids are not used again
-DENSE_S, REST_S = 0.0005, 0.001  # reads closer together than the first are followed by a rest, as network cards do it
 HEADER_BLOCKS_KEPT = 64  # distinct blocks of answers: a handful, unless nodes write ids into them
 
 
@@ -69,8 +68,6 @@ class NodeConnection(asyncio.Protocol):
         self._closing = False  # takes no new call
         self._greeted = asyncio.Event()  # its settings have come, or never will
         self._heard = False
-        self._loop = asyncio.get_running_loop()
-        self._read_at = -DENSE_S
         self._timer: asyncio.TimerHandle | None = None
         self._ping_sent = False
 
@@ -197,15 +194,8 @@ class NodeConnection(asyncio.Protocol):
         self.write(h2.PREFACE + ours + h2.window_update(0, h2.WINDOW_MAX - h2.DEFAULT_WINDOW))
 
     def data_received(self, data: bytes) -> None:
-        """Take every whole frame, then wake those who got something.
-
-        Engines make tokens in steps, one for every stream at almost the same time. If each came to be read by itself,
-        each would cost a turn of the loop and a write to a client; so when reads follow closely, the next one rests."""
+        """Take every whole frame, then wake those who got something."""
         self._heard = True
-        now = self._loop.time()
-        if now - self._read_at < DENSE_S:
-            self._rest()
-        self._read_at = now
         self._buffer += data
         touched: set[Call] = set()
         try:
@@ -215,15 +205,6 @@ class NodeConnection(asyncio.Protocol):
             self.close()
         for call in touched:
             call.wake()
-
-    def _rest(self) -> None:
-        assert self._transport is not None
-        self._transport.pause_reading()
-        self._loop.call_later(REST_S, self._read_on)
-
-    def _read_on(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
 
     def _take_frames(self, touched: set[Call]) -> None:
         buffer, at = self._buffer, 0
