@@ -1,5 +1,5 @@
 """What long prompts and loads do to running streams: two nodes that do everything, against one for prompts and one that
-decodes. `python -m benchmarks disaggregation [--no-mesh] [--seconds 12]`
+decodes. `python -m benchmarks disaggregation [--no-mesh] [--seconds 9]`
 
 The real meshes (reference engine, CPU) are `benchmarks.split_mesh`, what decode waits for is `benchmarks.handover`.
 
@@ -199,7 +199,7 @@ def run(arguments: Sequence[str]) -> Report:
     """The simulation, the hand-over, then both meshes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks disaggregation", description=DESCRIPTION)
     parser.add_argument("--no-mesh", action="store_true", help="only the simulation")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each phase on the mesh (default 12)")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of each kind of phase on the mesh (default 9)")
     options = parser.parse_args(arguments)
     figures: dict[str, Figure] = {}
     goals: list[Goal] = []

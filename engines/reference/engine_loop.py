@@ -6,8 +6,8 @@ intake --submit--> inbox --> [step thread] --events--> outbox --> [reply thread]
 ```
 
 A slow caller never delays a step: its events gather in the outbox, and everything that is ready for one request goes
-out as one send. After each step the reply thread asks every open request whether it was cancelled, and the step thread
-forgets those before its next step. A reply that raises ends that request alone.
+out as one send. Fifty times a second, after a step, the reply thread asks every open request whether it was cancelled,
+and the step thread forgets those before its next step. A reply that raises ends that request alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from engines.reference.step_engine import StepEngine
 
 # The step thread computes without a pause; with CPython's 5 ms a reply would wait that long for the interpreter.
 SWITCH_INTERVAL_S = 0.0005
+# Between two looks for callers that are gone. Each is a call to Triton's own process and back for every open request:
+# after each step of a small model they took as much of the core as the answers.
+LOOK_INTERVAL_S = 0.02
 
 
 class Reply(Protocol):
@@ -60,6 +63,7 @@ class EngineLoop:
         self._outbox: dict[str, list[Event]] = {}
         self._replies: dict[str, Reply] = {}
         self._stepped = False
+        self._look_at_s = 0.0
         self._news = Condition()
         self._threads = (Thread(target=self._step_forever), Thread(target=self._reply_forever))
 
@@ -125,7 +129,9 @@ class EngineLoop:
                 self._stepped = False
             for request_id, events in ready.items():
                 self._send(request_id, events)
-            self._look_for_cancelled()
+            if time.monotonic() >= self._look_at_s:
+                self._look_for_cancelled()
+                self._look_at_s = time.monotonic() + LOOK_INTERVAL_S
 
     def _send(self, request_id: str, events: Sequence[Event]) -> None:
         reply = self._replies.get(request_id)
