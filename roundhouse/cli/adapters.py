@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api
-from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_rows
 
 COLUMNS = ("name", "base", "tenant", "digest", "refused")
 DIGEST_SHOWN = len("sha256:") + 12  # as in the names of Triton models
@@ -33,14 +33,15 @@ def list_adapters(
         nodes = api.get("/nodes")["nodes"]
         reasons = _reasons(nodes)
         rows = [
-            {**item, "refused": reasons.get(item["name"], "")}
+            {"name": item["name"], "base": item["base"], "tenant": item["tenant"], "digest": item["digest"]}
+            | {"refused": reasons.get(item["name"], "")}
             for item in declared
             if base in ("", item["base"]) and (item["name"] in reasons or not refused)
         ]
         if output is not Format.TABLE:
-            show_data([{column: row[column] for column in COLUMNS} for row in rows], output)
+            show_rows(rows, COLUMNS, output)
             return
-        show_table(COLUMNS, [_cells(row) for row in rows])
+        show_rows([{**row, "digest": row["digest"][:DIGEST_SHOWN]} for row in rows], COLUMNS, output)
         for node in nodes:
             has = node["adapters"]
             typer.echo(f"{node['node_id']}: {has['on_disk']} on disk, {has['in_host']} in host memory")
@@ -53,7 +54,3 @@ def _reasons(nodes: list[dict[str, Any]]) -> dict[str, str]:
         for each in node["adapters"]["refused"]:
             found.setdefault(each["adapter"], []).append(f"{node['node_id']}: {each['reason']}")
     return {name: "; ".join(texts) for name, texts in found.items()}
-
-
-def _cells(row: dict[str, Any]) -> list[object]:
-    return [row["name"], row["base"], row["tenant"] or "", row["digest"][:DIGEST_SHOWN], row["refused"]]

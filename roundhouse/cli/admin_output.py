@@ -78,12 +78,12 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tota
     console.print(table)
 
 
-def show_items(items: Mapping[str, Mapping[str, Any]], columns: Sequence[str], output: Format) -> None:
-    """Print named things: chosen columns as a table, or everything as data."""
-    if output is not Format.TABLE:
-        show_data(list(items.values()), output)
-        return
-    show_table(columns, [[item.get(column) for column in columns] for item in items.values()])
+def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Format) -> None:
+    """Print things of one kind: chosen columns as a table, or everything as data."""
+    if output is Format.TABLE:
+        show_table(columns, [[row.get(column) for column in columns] for row in rows])
+    else:
+        show_data(rows, output)
 
 
 def _cell(value: object) -> str:

@@ -11,7 +11,7 @@ import typer
 from roundhouse.catalogue.records import Adapter, Catalogue, Model, SharingGroup, Tenant
 from roundhouse.catalogue.rendering import declaration_of, entry_of
 from roundhouse.cli.admin_client import EXIT_REFUSED, AdminApi, AdminKey, AdminUrl, Refused, open_api
-from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_items, tell
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_rows, tell
 
 CHANGES_SHOWN = 20  # a screenful; the rest is counted
 
@@ -86,11 +86,13 @@ def get(
         if kind is None:
             _show_everything(api, output)
             return
-        items = _nodes(api, name) if kind is Kind.NODES else _declared(api, kind, name)
-        if output is Format.TABLE or kind is Kind.NODES:
-            show_items(items, COLUMNS[kind], output)
+        if kind is Kind.NODES:
+            show_rows(_nodes(api, name), COLUMNS[kind], output)
+        elif output is Format.TABLE:
+            show_rows(_declared(api, kind, name), COLUMNS[kind], output)
         else:
-            show_data([entry_of(msgspec.convert(item, RECORDS[kind])) for item in items.values()], output)
+            records = (msgspec.convert(item, RECORDS[kind]) for item in _declared(api, kind, name))
+            show_data([entry_of(record) for record in records], output)
 
 
 def _show_everything(api: AdminApi, output: Format) -> None:
@@ -99,20 +101,20 @@ def _show_everything(api: AdminApi, output: Format) -> None:
         return
     for number, kind in enumerate(RECORDS):
         typer.echo(("\n" if number else "") + kind.value)
-        show_items(_declared(api, kind, ""), COLUMNS[kind], output)
+        show_rows(_declared(api, kind, ""), COLUMNS[kind], output)
 
 
-def _declared(api: AdminApi, kind: Kind, name: str) -> dict[str, dict[str, Any]]:
+def _declared(api: AdminApi, kind: Kind, name: str) -> list[dict[str, Any]]:
     section = kind.value.replace("-", "_")
-    found = api.get("/catalogue", kind=section, **({"name": name} if name else {}))[section]
-    return {item["name"]: item for item in found}
+    found: list[dict[str, Any]] = api.get("/catalogue", kind=section, **({"name": name} if name else {}))[section]
+    return found
 
 
-def _nodes(api: AdminApi, name: str) -> dict[str, dict[str, Any]]:
-    nodes = {node["node_id"]: node for node in api.get("/nodes")["nodes"]}
-    if name and name not in nodes:
+def _nodes(api: AdminApi, name: str) -> list[dict[str, Any]]:
+    nodes = [node for node in api.get("/nodes")["nodes"] if name in ("", node["node_id"])]
+    if name and not nodes:
         raise Refused(f"there is no node `{name}`")
-    return {name: nodes[name]} if name else nodes
+    return nodes
 
 
 def _read(file: Path) -> str:

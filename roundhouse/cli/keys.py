@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from roundhouse.cli.admin_client import AdminKey, AdminUrl, Refused, open_api, part
-from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table, tell
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_rows, tell
 
 COLUMNS = ("key_id", "tenant", "scopes", "state", "created", "expires", "label")
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
@@ -72,10 +72,7 @@ def list_keys(
     """List keys, ended ones too. No key can be seen again."""
     with refusals_told():
         found = open_api(admin_url, admin_key).get("/keys", **({"tenant": tenant} if tenant else {}))["keys"]
-        if output is not Format.TABLE:
-            show_data(found, output)
-            return
-        show_table(COLUMNS, [[key[column] for column in COLUMNS] for key in found])
+        show_rows(found, COLUMNS, output)
 
 
 @app.command()

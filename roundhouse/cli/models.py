@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api, part
-from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_rows
 from roundhouse.cli.load_progress import with_progress
 
 COLUMNS = ("name", "engine", "pool", "pinned", "node", "state", "device_bytes", "load_ms", "reason")
@@ -33,10 +33,7 @@ def list_models(
         models, pins = found["models"], found["pins"]
         nodes = api.get("/nodes")["nodes"]
         rows = [row for model in models for row in _rows(model, pins, nodes) if row["node"] or not loaded]
-        if output is not Format.TABLE:
-            show_data(rows, output)
-            return
-        show_table(COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
+        show_rows(rows, COLUMNS, output)
 
 
 @app.command()

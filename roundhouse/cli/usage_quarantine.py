@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api
-from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_rows
 
 COLUMNS = ("first_seen", "fingerprint", "subject", "bytes", "reason")
 TOLD = {"quarantined": "still quarantined"}  # results whose own name would sound like news
@@ -28,10 +28,7 @@ def list_events(
     """List events that could not be recorded, and why. Reasons name fields and numbers, not contents."""
     with refusals_told():
         events = open_api(admin_url, admin_key).get("/metering/quarantine", limit=str(limit))["events"]
-        if output is not Format.TABLE:
-            show_data(events, output)
-        else:
-            show_table(COLUMNS, [[event[column] for column in COLUMNS] for event in events])
+        show_rows(events, COLUMNS, output)
 
 
 @commands.command()

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from roundhouse.cli.admin_client import AdminKey, AdminUrl, open_api, part
-from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_table, tell
+from roundhouse.cli.admin_output import Format, Output, refusals_told, show_data, show_rows, tell
 
 COLUMNS = ("id", "url", "tenant", "state", "sequence", "behind", "attempts", "next", "last_error")
 
@@ -40,10 +40,7 @@ def list_webhooks(output: Output = Format.TABLE, admin_url: AdminUrl = "", admin
     """Every endpoint, and how far it is."""
     with refusals_told():
         found = open_api(admin_url, admin_key).get("/metering/webhooks")["webhooks"]
-        if output is not Format.TABLE:
-            show_data(found, output)
-            return
-        show_table(COLUMNS, [[item[column] for column in COLUMNS] for item in found])
+        show_rows(found, COLUMNS, output)
 
 
 @app.command()
@@ -68,12 +65,7 @@ def dead(
     """Records that the endpoint did not take in all their attempts."""
     with refusals_told():
         found = open_api(admin_url, admin_key).get(f"/metering/webhooks/{part(webhook)}/dead")["dead"]
-        if output is not Format.TABLE:
-            show_data(found, output)
-            return
-        show_table(
-            ("sequence", "failed", "reason"), [[item["sequence"], item["failed"], item["reason"]] for item in found]
-        )
+        show_rows(found, ("sequence", "failed", "reason"), output)
 
 
 @app.command()
