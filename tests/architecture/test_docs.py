@@ -36,6 +36,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [each for each in targets if "://" not in each and not (page.parent / each).exists()] == []
 
 
+def test_the_layout_names_every_shared_room() -> None:
+    """Each module and folder of `roundhouse/`, in the layout of ARCHITECTURE.md."""
+    layout = set(re.findall(r"\w+", (ROOT / "ARCHITECTURE.md").read_text().partition("## Where things are")[2]))
+    rooms = {path.stem for path in (ROOT / "roundhouse").iterdir() if not path.name.startswith("__")}
+    assert rooms - layout == set()
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_commands_are_there(page: Path) -> None:
     """Every `roundhouse …` in code: its subcommands by name, its options."""
