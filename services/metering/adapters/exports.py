@@ -11,8 +11,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import msgspec
-import pyarrow as pa
-from pyarrow import parquet
 
 from services.metering.adapters.cloud_events import rated_record_json
 from services.metering.adapters.statement_formats import spreadsheet_safe
@@ -20,28 +18,18 @@ from services.metering.domain.ledger import Entry
 from services.metering.domain.periods import instant_text, month_start_ms, month_text
 from services.metering.domain.rating import money_text
 
-MONEY: Final = pa.decimal128(38, 18)  # 12 decimals of a price a million tokens are 18 decimals of an amount
 _encode = msgspec.json.Encoder().encode
 REVERSAL: Final = "reversal"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_COUNTS: Final = ("input_tokens", "cached_tokens", "output_tokens", "run_ms")
-SCHEMA: Final = pa.schema(
-    [
-        ("sequence", pa.int64()),
-        ("kind", pa.string()),
-        ("corrects_sequence", pa.int64()),
-        ("period", pa.string()),
-        ("usage_month", pa.string()),
-        ("time", pa.timestamp("ms", tz="UTC")),
-        *((name, pa.string()) for name in ("tenant", "model", "adapter", "class", "key", "node", "operation")),
-        *((name, pa.string()) for name in ("request_id", "outcome", "event_id", "source")),
-        ("attempt", pa.int64()),
-        *((name, pa.int64()) for name in _COUNTS),
-        ("price_id", pa.string()),
-        ("currency", pa.string()),
-        ("amount", MONEY),
-    ]
+COUNTS: Final = ("input_tokens", "cached_tokens", "output_tokens", "run_ms")
+COLUMNS: Final = (
+    *("sequence", "kind", "corrects_sequence", "period", "usage_month", "time"),
+    *("tenant", "model", "adapter", "class", "key", "node", "operation"),
+    *("request_id", "outcome", "event_id", "source", "attempt"),
+    *COUNTS,
+    *("price_id", "currency", "amount"),
 )
+"""Of every kind of file, in this order."""
 
 Pages = AsyncIterator[Sequence[Entry]]
 
@@ -69,7 +57,7 @@ def entry_values(entry: Entry, period_ms: int) -> dict[str, Any]:
         "event_id": facts.event_id,
         "source": facts.source,
         "attempt": facts.attempt,
-        **{name: sign * getattr(facts, name) for name in _COUNTS},
+        **{name: sign * getattr(facts, name) for name in COUNTS},
         "price_id": row.rating.price_id,
         "currency": row.rating.currency,
         "amount": row.rating.amount if sign > 0 else row.rating.amount.copy_negate(),
@@ -79,7 +67,7 @@ def entry_values(entry: Entry, period_ms: int) -> dict[str, Any]:
 async def as_csv(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
     """CSV in UTF-8 with a header; a part a page."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, SCHEMA.names, lineterminator="\n")
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
     async for page in pages:
         for entry in page:
@@ -98,60 +86,6 @@ def _taken(out: io.StringIO) -> bytes:
     return text.encode()
 
 
-class _Pipe:
-    """A file that gives what was written to whoever asks, once."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
-        self.closed = False
-
-    def write(self, data: bytes) -> int:
-        self._parts.append(bytes(data))
-        self._size += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        return
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False
-
-    def taken(self) -> bytes:
-        parts, self._parts = self._parts, []
-        return b"".join(parts)
-
-
-async def as_parquet(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
-    """Parquet with a row group a page, compressed with zstd."""
-    pipe = _Pipe()
-    writer = parquet.ParquetWriter(pa.PythonFile(pipe, mode="w"), SCHEMA, compression="zstd")
-    async for page in pages:
-        if page:
-            writer.write_table(_table(page, period_ms))
-        yield pipe.taken()
-    writer.close()
-    yield pipe.taken()
-
-
-def _table(page: Sequence[Entry], period_ms: int) -> pa.Table:
-    rows = [entry_values(entry, period_ms) for entry in page]
-    columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
-
-
 async def as_cloud_events(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
     """One CloudEvent (rated record) a line; what a correction takes back is in its own event."""
     async for page in pages:
@@ -160,6 +94,15 @@ async def as_cloud_events(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
             for entry in page
             if entry.row.period_ms == period_ms and entry.sign > 0
         )
+
+
+async def as_parquet(pages: Pages, period_ms: int) -> AsyncIterator[bytes]:
+    """See `parquet_export.as_parquet`."""
+    # Imported here: Arrow is a quarter of the memory of a process that may never write such a file.
+    from services.metering.adapters.parquet_export import as_parquet
+
+    async for part in as_parquet(pages, period_ms):
+        yield part
 
 
 Format = Callable[[Pages, int], AsyncIterator[bytes]]
