@@ -8,7 +8,6 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from roundhouse.errors import RoundhouseError
 from roundhouse.vocabulary import RequestId
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from services.gateway.domain.outcomes import refusal_error
@@ -116,13 +115,6 @@ class Attempts:
         for attempt in self._open.values():
             if attempt.node_id == node_id:
                 attempt.leaving = True
-
-    def fail_waiting(self, error: RoundhouseError) -> None:
-        """End the wait of every attempt that has no grant, because this process stops."""
-        for attempt in self._open.values():
-            if not attempt.answer.done():
-                attempt.answer.set_exception(error)
-                attempt.answer.exception()
 
 
 def _progress(attempt: Attempt) -> wire.LeaseProgress:
