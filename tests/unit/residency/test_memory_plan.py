@@ -31,7 +31,7 @@ def test_a_swap_must_gain_more_than_a_quarter() -> None:
     full = node(N1, Resident(A, 10), capacity=10)
     assert planned([full], [want(A, 1.0), want(B, 1.2)]).moves == ()
     (move,) = planned([full], [want(A, 1.0), want(B, 1.3)]).moves
-    assert move == Move(N1, B, 10, (A,), "replica 1: saves 1.3 ms of waiting per MiB and ms")
+    assert move == Move(N1, B, 1, 10, (A,), "replica 1: saves 1.3 ms of waiting per MiB and ms")
 
 
 def test_what_must_be_there_goes_before_what_is_worth_more() -> None:
@@ -58,7 +58,7 @@ def test_replicas_of_one_model_are_on_different_nodes() -> None:
 def test_nothing_is_unloaded_while_there_is_room() -> None:
     """A is wanted no more; its memory is not needed either."""
     assert planned([node(N1, Resident(A, 10))], [want(B, 1.0)]).moves == (
-        Move(N1, B, 10, (), "replica 1: saves 1 ms of waiting per MiB and ms"),
+        Move(N1, B, 1, 10, (), "replica 1: saves 1 ms of waiting per MiB and ms"),
     )
 
 
@@ -66,6 +66,18 @@ def test_the_least_valuable_leaves() -> None:
     """C and D are there, worth 1 and 2; B is worth 5."""
     plan = planned([node(N1, Resident(C, 10), Resident(D, 10))], [want(B, 5.0), want(C, 1.0), want(D, 2.0)])
     assert [(move.version, move.unload) for move in plan.moves] == [(B, (C,))]
+
+
+def test_nothing_leaves_that_the_next_plan_would_bring_back() -> None:
+    """24 bytes are free on n1; A rests on n2. By value B goes to n2 first (2.0 against 1.25), in A's place, and its
+    second replica to n1. But then one of them is worth 0.6, and A, 1.0, would come back. So B goes to n1; A stays."""
+    nodes = [
+        node(N1, Resident(C, 76, held=True), capacity=100),
+        node(N2, Resident(D, 45, held=True), Resident(A, 38), capacity=100),
+    ]
+    plan = planned(nodes, [want(A, 1.0, size=38), want(B, 2.0, 0.5, size=24)])
+    assert [(move.node_id, move.version, move.unload) for move in plan.moves] == [(N1, B, ())]
+    assert plan.not_placed[-1].reason == "what it would replace would come back for it"
 
 
 def test_a_plan_that_was_carried_out_is_not_planned_again() -> None:

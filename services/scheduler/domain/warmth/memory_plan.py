@@ -3,14 +3,15 @@
 What must be there (pins, minimum replicas) comes first, then whatever saves most waiting per byte, until the memory is
 full. What is resident already counts a quarter more: a swap must gain more than it costs. A move is a transaction: it
 names what leaves and what comes, fits whenever it is its turn, and nothing depends on a later one; whoever carries out
-half of the list has left no node over-committed. What is in use or awaited never leaves (invariant 8).
+half of the list has left no node over-committed. What is in use or awaited never leaves (invariant 8). A plan that the
+next one would partly undo is not made: its moves that evict what would come back are left out.
 
 Pure and deterministic; O(wants × log) for nodes of like size.
 """
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundhouse.vocabulary import NodeId
 from services.scheduler.domain.records import VersionKey
@@ -52,6 +53,7 @@ class Move:
 
     node_id: NodeId
     version: VersionKey
+    replica: int
     bytes: int
     unload: tuple[VersionKey, ...]
     reason: str
@@ -76,8 +78,42 @@ class MemoryPlan:
 
 
 def planned(nodes: Sequence[NodeMemory], wants: Sequence[Want]) -> MemoryPlan:
-    """Decide for one pool."""
+    """Decide for one pool. What leaves a node does not come back there with the next plan for the same wants."""
+    plan = _filled(nodes, wants)
+    while back := _swapped_back(nodes, wants, plan):
+        plan = _without(plan, back)
+    return plan
+
+
+def _filled(nodes: Sequence[NodeMemory], wants: Sequence[Want]) -> MemoryPlan:
     return _Planner(tuple(sorted(nodes, key=lambda node: node.node_id)), {want.version: want for want in wants}).plan()
+
+
+def _swapped_back(
+    nodes: Sequence[NodeMemory], wants: Sequence[Want], plan: MemoryPlan
+) -> set[tuple[NodeId, VersionKey]]:
+    """What the plan evicts and the one after it would bring back: filling by value can end otherwise from there."""
+    gone = {(move.node_id, version) for move in plan.moves for version in move.unload}
+    if not gone:
+        return set()
+    after = []
+    for node in nodes:
+        stay = [each for each in node.residents if (node.node_id, each.version) not in gone]
+        came = [Resident(move.version, move.bytes) for move in plan.moves if move.node_id == node.node_id]
+        after.append(replace(node, residents=(*stay, *came)))
+    return gone & {(move.node_id, move.version) for move in _filled(after, wants).moves}
+
+
+def _without(plan: MemoryPlan, back: set[tuple[NodeId, VersionKey]]) -> MemoryPlan:
+    """The plan without the moves that evict these, and without what counted on their room."""
+    closed, moves, refused = set[NodeId](), list[Move](), list(plan.not_placed)
+    for move in plan.moves:
+        if move.node_id in closed or any((move.node_id, version) in back for version in move.unload):
+            closed.add(move.node_id)
+            refused.append(NotPlaced(move.version, move.replica, "what it would replace would come back for it"))
+        else:
+            moves.append(move)
+    return replace(plan, moves=tuple(moves), not_placed=tuple(refused))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -182,7 +218,8 @@ class _Planner:
                 free[node_id] += victim.bytes
             free[node_id] -= want.bytes
             why = "must be there" if item.rank[0] == 0 else f"saves {-item.rank[1]:.3g} ms of waiting per MiB and ms"
-            moves.append(Move(node_id, item.version, want.bytes, tuple(unload), f"replica {item.replica}: {why}"))
+            reason = f"replica {item.replica}: {why}"
+            moves.append(Move(node_id, item.version, item.replica, want.bytes, tuple(unload), reason))
         return moves
 
     def _value(self, version: VersionKey) -> float:
