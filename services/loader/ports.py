@@ -244,7 +244,7 @@ class WeightArena(Protocol):
         ...
 
     async def record(self, versions: Sequence[HostVersion]) -> None:
-        """Remember, for the next process, which versions are whole."""
+        """Remember, for the next process, which versions are whole. One call at a time."""
         ...
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,29 +33,34 @@ async def client_of(mesh: Mesh, tenant: str = "acme") -> AsyncIterator[AsyncOpen
 
 
 class Events:
-    """Usage events as they are published."""
+    """Usage events as they are published, of requests that began at `since_ms` (Unix time) or later."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_ms: float) -> None:
+        self.since_ms = since_ms
         self.seen: list[UsageEvent] = []
 
     async def of(self, tenant: str, count: int = 1) -> list[UsageEvent]:
         """The first `count` events of a tenant; one too many fails."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while len(self._of(tenant)) < count:  # noqa: ASYNC110 - another process publishes
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)  # a gateway tells several at once, 50 ms apart
         assert len(self._of(tenant)) == count
         return self._of(tenant)
 
     def _of(self, tenant: str) -> list[UsageEvent]:
-        return [event for event in self.seen if event.subject == tenant]
+        return [
+            event
+            for event in self.seen
+            if event.subject == tenant and event.time_unix_ms - event.data.total_ms >= self.since_ms
+        ]
 
 
 @pytest.fixture
 async def events(mesh: Mesh) -> AsyncIterator[Events]:
-    """The events of this test."""
+    """The events of this test; those of the one before may still come."""
+    kept = Events(time.time() * 1000)
     bus = await connect_bus(mesh.nats_url, name="test")
-    kept = Events()
 
     async def keep(message: Message) -> None:
         kept.seen.append(UsageEvent.FromString(message.data))

@@ -21,6 +21,8 @@ class FakeWeightArena:
     fill_ms: int = 0
     recorded: list[HostVersion] = field(default_factory=list)
     filled: list[Filling] = field(default_factory=list)
+    record_ms: int = 0
+    recording: bool = False
 
     async def start(self) -> list[HostVersion]:
         """See `WeightArena.start`."""
@@ -37,4 +39,8 @@ class FakeWeightArena:
 
     async def record(self, versions: Sequence[HostVersion]) -> None:
         """See `WeightArena.record`."""
-        self.recorded = list(versions)
+        assert not self.recording, "one call at a time"
+        self.recording = True
+        if self.record_ms:
+            await self.clock.sleep_ms(self.record_ms)
+        self.recorded, self.recording = list(versions), False

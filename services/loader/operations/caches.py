@@ -66,6 +66,7 @@ class CacheTiers:
         self._clock = clock
         self._removing = asyncio.Lock()
         """Held while files are deleted and while one looks which are there: neither may see half of the other."""
+        self._recording = asyncio.Lock()
 
     async def start(self) -> None:
         """Take over what an earlier process left; what does not fit the disk tier any more is deleted."""
@@ -274,17 +275,14 @@ class CacheTiers:
         await self._record()
 
     async def _record(self) -> None:
-        host = self._node.host
-        whole = [digest for digest in host.ledger.contents if host.ledger.is_whole(digest)]
-        await self._arena.record(
-            [
-                HostVersion(
-                    digest,
-                    {key: (host.ranges[key].offset, host.ranges[key].size) for key in host.ledger.contents[digest]},
-                )
-                for digest in whole
-            ]
-        )
+        """Remember what is whole now. Several may come or go at once: each write has the newest."""
+        await asyncio.shield(self._record_whole())
+
+    async def _record_whole(self) -> None:
+        async with self._recording:
+            host = self._node.host
+            whole = [digest for digest in host.ledger.contents if host.ledger.is_whole(digest)]
+            await self._arena.record([_host_version(host, digest) for digest in whole])
 
     async def _take_over_disk(self, found: FoundOnDisk) -> None:
         for cached in sorted(found.versions, key=lambda cached: cached.last_used_ms, reverse=True):
@@ -343,6 +341,12 @@ class CacheTiers:
     def _found(self, digest: Digest) -> None:
         for home in self._node.sharing(digest):
             self._steps.take(home.instance.version, words.FoundOnDisk())
+
+
+def _host_version(host: HostArena, digest: Digest) -> HostVersion:
+    return HostVersion(
+        digest, {key: (host.ranges[key].offset, host.ranges[key].size) for key in host.ledger.contents[digest]}
+    )
 
 
 def _request(weights: Weights) -> StageRequest:

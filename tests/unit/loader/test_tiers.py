@@ -114,6 +114,14 @@ async def test_who_leaves_host_memory_or_the_disk_is_told_with_the_reason(node: 
     assert node.measurements.evictions == ["host", "disk", "host"]
 
 
+@on_a_small_node(*MODELS)
+async def test_two_that_come_at_once_are_both_remembered(node: SmallNode) -> None:
+    """The index of host memory takes 100 ms to write. Both come at once: one write follows the other."""
+    node.arena.record_ms = 100
+    await asyncio.gather(node.stage(A), node.stage(B))
+    assert {version.digest for version in node.arena.recorded} == {A.digest, B.digest}
+
+
 @on_a_small_node(*TUNED)
 async def test_a_range_that_another_one_fills_is_waited_for(node: SmallNode) -> None:
     """Invariant 10: both share 300; the second is in host memory only once what the first one reads is."""
