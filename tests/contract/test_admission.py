@@ -194,12 +194,16 @@ async def test_renewing_what_was_settled_brings_no_lease_back(world: World) -> N
     held = await world.admit(limits)
     await world.gateways[0].settle(held, used_tokens=1)
     await world.gateways[0].renew([held])
-    await world.admit(limits)
+    again = await world.admit(limits)
+    assert again.ticket != held.ticket
 
 
 async def test_renewing_nothing_is_nothing(world: World) -> None:
-    """A gateway without requests renews each second all the same."""
+    """A gateway without requests renews each second all the same; the one slot is still there."""
     await world.gateways[0].renew([])
+    await world.admit(Limits(concurrent_requests=1))
+    with pytest.raises(LimitExceeded):
+        await world.admit(Limits(concurrent_requests=1))
 
 
 async def test_a_repeated_admission_is_one(world: World) -> None:
@@ -254,7 +258,8 @@ async def test_a_withdrawn_request_was_never_there(world: World) -> None:
     held = await world.admit(limits, 10)
     for _ in range(2):
         await world.gateways[1].withdraw(ACME, held.ticket)
-    await world.admit(limits, 10)
+    after = await world.admit(limits, 10)
+    assert (after.remaining_requests, after.remaining_tokens) == (0, 0)
 
 
 async def test_an_admission_that_arrives_after_its_withdrawal_takes_nothing(world: World) -> None:

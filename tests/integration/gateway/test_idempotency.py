@@ -135,3 +135,4 @@ async def test_without_a_key_every_request_runs(gateway: RunningGateway) -> None
     await call(gateway, SAY, None)
     await call(gateway, SAY, None)
     await gateway.usage(2)
+    assert len(gateway.scheduler.submitted) == 2

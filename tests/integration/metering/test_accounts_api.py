@@ -209,15 +209,19 @@ async def test_rating_again_after_the_close_books_the_difference_in_the_next_mon
 )
 async def test_a_price_that_is_wrong_is_refused_by_name(office: Office, change: dict[str, str], param: str) -> None:
     """And nothing is added."""
+    before = await office.get("/v1/prices")
     told = await office.post("/v1/prices", status=400, prices=[NEW | change])
     assert told["error"]["param"] == param
+    assert await office.get("/v1/prices") == before
 
 
 async def test_a_price_is_never_changed(office: Office) -> None:
     """The same id or the same instant with other amounts is a conflict."""
     await office.post("/v1/prices", prices=[NEW])
+    before = await office.get("/v1/prices")
     await office.post("/v1/prices", status=409, prices=[NEW | {"input": "2"}])
     await office.post("/v1/prices", status=409, prices=[NEW | {"id": "other", "input": "2"}])
+    assert await office.get("/v1/prices") == before
 
 
 async def test_statements_for_people_and_for_spreadsheets(office: Office) -> None:
