@@ -62,7 +62,7 @@ def first_token_ms(view: PoolView, spec: VersionSpec, speeds: Speeds, prompt: Pr
     warm = dict(prompt.warm)
     keys = [instance_key(node.node_id, spec.version) for node, _ in open_instances(view, spec, now_ms)]
     times = [
-        max(0, prompt.input_tokens - warm.get(key, 0)) * speeds.of(key, spec.version).token_us
+        max(0, prompt.input_tokens - warm.get(key, 0)) * speeds.of(key, spec.version, now_ms).token_us
         for key in keys or [InstanceKey("")]
     ]
     return round(min(times) / 1000)

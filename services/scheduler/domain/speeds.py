@@ -5,16 +5,23 @@ full instance makes the next one wait about once more). Moving averages; an inst
 to be as fast as the same version elsewhere, else as `PRIOR_TOKEN_US`. And one a version: what a hand-over costs, from
 the first token on one node to the next on another; blocks are moved while the prompt is computed, so that it does not
 grow with the prompt as long as the network is faster than the prefill. Pure; each replica learns from its share.
+
+What is measured decides where requests go, and only where they go is measured: so one slow request moves an average by
+little (`OUTLIER`), and a measurement is forgotten in time (`HALF_LIFE_MS`), or what was slow once is never asked again.
+docs/decisions/0179-an-outlier-ends-nothing.md.
 """
 
+import math
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from services.scheduler.domain.records import InstanceKey, VersionKey, base_of
 
 PRIOR_TOKEN_US = 100  # 10,000 tokens/s: a 7B model's prefill on one data-centre GPU, to the nearest power of ten
 PRIOR_HANDOFF_US = 10_000  # two messages and the first read, a guess, until one was measured
 KEEP = 0.8  # of an average at each request: about the last five, so that a slow node is known within seconds
-FORGET = 0.02  # of a measured hand-over at each request that is not handed over: half is forgotten after 35, a guess
+OUTLIER = 4.0  # times what was expected is the most that one request counts, a guess; a cold start is 100 times it
+HALF_LIFE_MS = 60_000  # a guess: what stays slow costs a request or so a minute to find out
 TOKENS_LEAST = 32  # a shorter prompt says more of the round trip than of the prefill
 INSTANCES_MOST = 20_000  # 1,000 nodes with 20 models each; the one learned of longest ago is forgotten first
 
@@ -37,46 +44,70 @@ class FirstToken:
     first_token_ms: int  # from the start of its stream
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured(Generic[Value]):
+    """An average, and when it was last measured."""
+
+    value: Value
+    at_ms: int
+
+
 @dataclass(slots=True)
 class Speeds:
     """All instances. Mutable."""
 
-    instances: dict[InstanceKey, Speed] = field(default_factory=dict)
+    instances: dict[InstanceKey, _Measured[Speed]] = field(default_factory=dict)
     versions: dict[VersionKey, Speed] = field(default_factory=dict)
-    handoffs_us: dict[VersionKey, float] = field(default_factory=dict)
+    handoffs_us: dict[VersionKey, _Measured[float]] = field(default_factory=dict)
 
-    def learn(self, seen: FirstToken) -> None:
+    def learn(self, seen: FirstToken, now_ms: int) -> None:
         """Take a finished request in. O(1)."""
         if seen.first_token_ms <= 0:
             return
         version = base_of(seen.version)
-        known = self.instances.pop(seen.instance, None)
-        self.instances[seen.instance] = _moved(known or self.versions.get(version), seen)
-        self.versions[version] = _moved(self.versions.pop(version, None), seen)
-        if len(self.instances) > INSTANCES_MOST:
-            del self.instances[next(iter(self.instances))]
-        if len(self.versions) > INSTANCES_MOST:
-            del self.versions[next(iter(self.versions))]
+        before = self.of(seen.instance, version, now_ms) if version in self.versions else None
+        _renew(self.instances, seen.instance, _Measured(_moved(before, seen), now_ms))
+        _renew(self.versions, version, _moved(self.versions.get(version), seen))
 
-    def learn_handoff(self, version: VersionKey, handoff_ms: int) -> None:
-        """Take a hand-over in; 0 = this request had none, and what was measured counts a little less. O(1)."""
-        before = self.handoffs_us.pop(base_of(version), None)
+    def learn_handoff(self, version: VersionKey, handoff_ms: int, now_ms: int) -> None:
+        """Take a hand-over in; 0 = this request had none. O(1)."""
         if handoff_ms > 0:
-            seen_us = handoff_ms * 1000.0
-            self.handoffs_us[base_of(version)] = seen_us if before is None else KEEP * before + (1 - KEEP) * seen_us
-        elif before is not None:  # else one that was slow by accident would end all hand-overs, and never be corrected
-            self.handoffs_us[base_of(version)] = before + FORGET * (PRIOR_HANDOFF_US - before)
-        if len(self.handoffs_us) > INSTANCES_MOST:
-            del self.handoffs_us[next(iter(self.handoffs_us))]
+            moved_us = _average(self.handoff_us(version, now_ms), handoff_ms * 1000.0)
+            _renew(self.handoffs_us, base_of(version), _Measured(moved_us, now_ms))
 
-    def handoff_us(self, version: VersionKey) -> float:
+    def handoff_us(self, version: VersionKey, now_ms: int) -> float:
         """What handing over a prompt of a version is expected to cost."""
-        return self.handoffs_us.get(base_of(version), PRIOR_HANDOFF_US)
+        found = self.handoffs_us.get(base_of(version))
+        return PRIOR_HANDOFF_US if found is None else _faded(found.value, PRIOR_HANDOFF_US, now_ms - found.at_ms)
 
-    def of(self, instance: InstanceKey, version: VersionKey) -> Speed:
+    def of(self, instance: InstanceKey, version: VersionKey, now_ms: int) -> Speed:
         """The expectation for an instance."""
-        found = self.instances.get(instance) or self.versions.get(base_of(version))
-        return found or Speed(PRIOR_TOKEN_US, 0.0)
+        found, elsewhere = self.instances.get(instance), self.versions.get(base_of(version))
+        if found is None or elsewhere is None:
+            return elsewhere or (found.value if found else Speed(PRIOR_TOKEN_US, 0.0))
+        here, age_ms = found.value, now_ms - found.at_ms
+        return Speed(
+            _faded(here.token_us, elsewhere.token_us, age_ms), _faded(here.first_us, elsewhere.first_us, age_ms)
+        )
+
+
+def _renew(known: dict[Key, Value], key: Key, value: Value) -> None:
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > INSTANCES_MOST:
+        del known[next(iter(known))]
+
+
+def _faded(measured: float, otherwise: float, age_ms: int) -> float:
+    return otherwise + (measured - otherwise) * math.pow(0.5, max(0, age_ms) / HALF_LIFE_MS)
+
+
+def _average(before: float, seen: float) -> float:
+    return KEEP * before + (1 - KEEP) * min(seen, OUTLIER * before)
 
 
 def _moved(before: Speed | None, seen: FirstToken) -> Speed:
@@ -85,7 +116,4 @@ def _moved(before: Speed | None, seen: FirstToken) -> Speed:
     token_us = first_us / seen.uncached_tokens if long else float(PRIOR_TOKEN_US)
     if before is None:
         return Speed(token_us, first_us)
-    return Speed(
-        KEEP * before.token_us + (1 - KEEP) * token_us if long else before.token_us,
-        KEEP * before.first_us + (1 - KEEP) * first_us,
-    )
+    return Speed(_average(before.token_us, token_us) if long else before.token_us, _average(before.first_us, first_us))

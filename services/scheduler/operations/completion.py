@@ -92,8 +92,9 @@ class Completion:
         if report.outcome == vocabulary_pb2.OUTCOME_DONE and report.node_id:
             uncached = max(0, report.input_tokens - report.cached_tokens)
             instance = instance_key(NodeId(report.first_token_node_id or report.node_id), version)
-            self._speeds.learn(FirstToken(instance, version, uncached, report.first_token_ms))
-            self._speeds.learn_handoff(version, report.handoff_ms)
+            now_ms = self._clock.now_ms()
+            self._speeds.learn(FirstToken(instance, version, uncached, report.first_token_ms), now_ms)
+            self._speeds.learn_handoff(version, report.handoff_ms, now_ms)
 
     async def cancelled(self, cancel: wire.Cancel) -> None:
         """Take a request out of its queue; one that runs ends by its own report. Raises Unavailable."""

@@ -159,9 +159,9 @@ class Pools:
 
     def offers(self, pool: PoolName, versions: set[VersionKey] | None) -> list[Offer]:
         """Ready instances on healthy nodes, of the given versions or (None) of all."""
-        view = self.view(pool)
+        view, now_ms = self.view(pool), self._clock.now_ms()
         return [
-            self._offer(node, each, view.state)
+            self._offer(node, each, view.state, now_ms)
             for node in view.nodes
             if node.healthy
             for each in node.instances
@@ -170,9 +170,9 @@ class Pools:
             and (versions is None or _served(each.version) in versions)
         ]
 
-    def _offer(self, node: NodeView, instance: InstanceView, state: PoolState) -> Offer:
+    def _offer(self, node: NodeView, instance: InstanceView, state: PoolState, now_ms: int) -> Offer:
         key = instance_key(node.node_id, instance.version)
-        speed = self.speeds.of(key, instance.version)
+        speed = self.speeds.of(key, instance.version, now_ms)
         part = {Role.MIXED: Part.WHOLE, Role.DECODE: Part.DECODE, Role.PREFILL: Part.PREFILL}[node.role]
         return Offer(
             instance=key,
@@ -182,7 +182,7 @@ class Pools:
             part=part,
             token_us=round(speed.token_us),
             load_us=round(speed.first_us),
-            handoff_us=round(self.speeds.handoff_us(instance.version)) if part is Part.PREFILL else 0,
+            handoff_us=round(self.speeds.handoff_us(instance.version, now_ms)) if part is Part.PREFILL else 0,
             owner=state.owners.get(key, ""),
         )
 
