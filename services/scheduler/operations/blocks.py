@@ -3,7 +3,7 @@
 Best effort on purpose: without it requests only go to nodes that have to compute more.
 """
 
-import asyncio
+from functools import partial
 
 import structlog
 
@@ -12,6 +12,7 @@ from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import NodeId
 from roundhouse.wire.v1 import kv_pb2
 from services.scheduler.domain.prefix_index import BlockChanges, Heard, PrefixIndex
+from services.scheduler.operations.keyed_tasks import KeyedTasks
 from services.scheduler.operations.nodes import NodeRegistry
 from services.scheduler.ports import BlockLists
 
@@ -29,7 +30,7 @@ class BlockFollower:
         self._lists = lists
         self._nodes = nodes
         self._clock = clock
-        self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self._fetching: KeyedTasks[NodeId] = KeyedTasks("block-list")
 
     def observe(self, events: kv_pb2.BlockEvents) -> None:
         """Take an announcement in; idempotent by its number."""
@@ -37,10 +38,8 @@ class BlockFollower:
         changes = BlockChanges(
             node_id, events.incarnation, events.sequence, tuple(events.stored), tuple(events.dropped)
         )
-        if self._index.observe(changes) is Heard.GAP and node_id not in self._tasks:
-            task = asyncio.create_task(self._fetch(node_id), name="block-list")
-            self._tasks[node_id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(node_id, None))
+        if self._index.observe(changes) is Heard.GAP:
+            self._fetching.begin(node_id, partial(self._fetch, node_id))
 
     def tidy(self) -> None:
         """Forget the blocks of nodes that nobody has heard of for long."""
@@ -49,10 +48,7 @@ class BlockFollower:
 
     async def stop(self) -> None:
         """Fetch nothing more."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._fetching.stop()
 
     async def _fetch(self, node_id: NodeId) -> None:
         for _ in range(TRIES):

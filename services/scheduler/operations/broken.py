@@ -6,8 +6,8 @@ this one afterwards. The mark is in the store, so every replica knows. If this p
 as the mark is older than a living follower would let it become.
 """
 
-import asyncio
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
@@ -18,6 +18,7 @@ from services.scheduler.domain.nodes import Residence
 from services.scheduler.domain.records import BROKEN, InstanceKey, VersionKey, instance_key, model_of
 from services.scheduler.domain.residency import DrainOrder
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.keyed_tasks import KeyedTasks
 from services.scheduler.operations.orders import unload_order
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import LoaderFleet, SchedulingStore
@@ -42,7 +43,7 @@ class BrokenInstances:
         self._loaders = loaders
         self._dispatcher = dispatcher
         self._clock = clock
-        self._tasks: dict[InstanceKey, asyncio.Task[None]] = {}
+        self._following: KeyedTasks[InstanceKey] = KeyedTasks("broken-instance")
 
     async def report(self, pool: PoolName, node_id: NodeId, version: VersionKey, run_ms: int) -> None:
         """A request that ran `run_ms` found the instance dead. Idempotent; raises Unavailable.
@@ -50,11 +51,11 @@ class BrokenInstances:
         Ignored if the instance became ready only after that request began: it is a new one, and may be well."""
         key = instance_key(node_id, version)
         now_ms = self._clock.now_ms()
-        if key in self._tasks or not self._pools.is_ready(node_id, version, since_ms=now_ms - run_ms):
+        if key in self._following or not self._pools.is_ready(node_id, version, since_ms=now_ms - run_ms):
             return
         await self._close(pool, key, version)
-        log.warning("instance_broken", node=node_id, model=model_of(version))
-        self._follow(pool, node_id, version)
+        if self._follow(pool, node_id, version):
+            log.warning("instance_broken", node=node_id, model=model_of(version))
 
     async def adopt(self, pool: PoolName) -> None:
         """Go on with what another replica was told and has left. Raises Unavailable."""
@@ -65,23 +66,18 @@ class BrokenInstances:
                 mark = view.state.drains.get(key)
                 if mark is None or mark.purpose != BROKEN or not now_ms < mark.until_ms < now_ms + ORPHAN_MS:
                     continue
-                if key not in self._tasks and each.residence is Residence.READY:
+                if key not in self._following and each.residence is Residence.READY:
                     await self._close(pool, key, each.version)
-                    log.warning("broken_instance_adopted", node=node.node_id, model=model_of(each.version))
-                    self._follow(pool, node.node_id, each.version)
+                    if self._follow(pool, node.node_id, each.version):
+                        log.warning("broken_instance_adopted", node=node.node_id, model=model_of(each.version))
 
-    def _follow(self, pool: PoolName, node_id: NodeId, version: VersionKey) -> None:
-        key = instance_key(node_id, version)
-        task = asyncio.create_task(self._remove(pool, node_id, version), name="broken-instance")
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+    def _follow(self, pool: PoolName, node_id: NodeId, version: VersionKey) -> bool:
+        """Whether it was not followed yet: two requests may have told of it at once."""
+        return self._following.begin(instance_key(node_id, version), partial(self._remove, pool, node_id, version))
 
     async def stop(self) -> None:
         """Follow no longer; the unloads go on at their loaders."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._following.stop()
 
     async def _close(self, pool: PoolName, key: InstanceKey, version: VersionKey) -> None:
         now_ms = self._clock.now_ms()

@@ -5,9 +5,9 @@ their time; here the instance is closed, its requests end, it is unloaded, and t
 gone. All of it is repeated by later plans, of any replica, until it is done; a command that was sent is not taken back.
 """
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
@@ -18,6 +18,7 @@ from services.scheduler.domain.plans import Parting
 from services.scheduler.domain.records import Draining, InstanceKey, model_of
 from services.scheduler.domain.residency import DrainOrder
 from services.scheduler.operations.dispatch import Dispatcher
+from services.scheduler.operations.keyed_tasks import KeyedTasks
 from services.scheduler.operations.orders import unload_order
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import LoaderFleet, SchedulingStore
@@ -41,23 +42,18 @@ class Partings:
         self._loaders = loaders
         self._dispatcher = dispatcher
         self._clock = clock
-        self._tasks: dict[InstanceKey, asyncio.Task[None]] = {}
+        self._unloading: KeyedTasks[InstanceKey] = KeyedTasks("parting")
 
     async def go_on(self, pool: PoolName, partings: Sequence[Parting]) -> None:
         """Close what is to leave, and unload what runs nothing any more. Raises Unavailable (the store)."""
         for parting in partings:
             key = parting.victim.instance
-            if key not in self._tasks and await self._is_quiet(pool, parting):
-                task = asyncio.create_task(self._unload(pool, parting), name="parting")
-                self._tasks[key] = task
-                task.add_done_callback(lambda _, key=key: self._tasks.pop(key, None))  # type: ignore[misc]
+            if key not in self._unloading and await self._is_quiet(pool, parting):
+                self._unloading.begin(key, partial(self._unload, pool, parting))
 
     async def stop(self) -> None:
         """Follow no longer; what was sent goes on at its loader."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._unloading.stop()
 
     async def _is_quiet(self, pool: PoolName, parting: Parting) -> bool:
         """Close it for new requests; whether none runs, in the same step (invariant 8)."""
