@@ -153,7 +153,7 @@ class _Loader:
             await maintenance.begin(self.node.maintenance)  # an earlier process may not have come to its end
         orders = Orders(self.node, steps, self._library, self._gauge, self._clock)
         shelf = MemoryShelf(self._settings.adapter_shelf_path)
-        adapters = Adapters(self.node, caches, self._library, shelf, self._audit, self._clock, berthing)
+        adapters = Adapters(self.node, caches, self._library, shelf, leavers, self._audit, self._clock, berthing)
         await adapters.start(self._settings.adapter_host_bytes)
         handlers = Handlers(orders, prestage, self._gauge, maintenance, adapters)
         succession = Succession(self.node, steps, caches, self._library, self._audit, self._clock)

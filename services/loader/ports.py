@@ -371,7 +371,7 @@ class Measurements(Protocol):
         ...
 
     def evicted(self, tier: str) -> None:
-        """A version left "disk" or "host" so that another fits."""
+        """A version left "disk" or "host", or an adapter host memory ("adapters"), so that another fits."""
         ...
 
     def tiers(self, state: loading_pb2.NodeState) -> None:

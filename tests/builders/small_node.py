@@ -298,7 +298,7 @@ async def small_node(
         maintenance = Maintenance(node, steps, prestage, recollection)
         succession = Succession(node, steps, caches, library, audit, clock)
         shelf = FakeShelf()
-        adapters = Adapters(node, caches, library, shelf, audit, clock, berthing)
+        adapters = Adapters(node, caches, library, shelf, leavers, audit, clock, berthing)
         await caches.start()
         await adapters.start(adapter_bytes)
         await recollection.recall()

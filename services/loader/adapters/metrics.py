@@ -54,7 +54,7 @@ _unloads = Counter(
 )
 _evictions = Counter(
     "roundhouse_loader_evictions",
-    "Versions that left disk or host memory so that another fits; from devices see roundhouse_loader_unloads.",
+    "What left disk or host memory so that another fits; from devices see roundhouse_loader_unloads.",
     ["tier"],
     registry=telemetry.REGISTRY,
 )

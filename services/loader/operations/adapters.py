@@ -29,6 +29,7 @@ from services.loader.domain.memory_ledger import MemoryLedger, NoRoom
 from services.loader.domain.staging_priority import Priority
 from services.loader.operations.berthing import Berthing
 from services.loader.operations.caches import CacheTiers
+from services.loader.operations.leavers import Leavers
 from services.loader.operations.node import Misfit, Node, Residence, Weights, weights_of
 from services.loader.ports import AuditNote, AuditTrail, ModelLibrary
 
@@ -72,6 +73,7 @@ class Adapters:
         caches: CacheTiers,
         library: ModelLibrary,
         shelf: AdapterShelf,
+        leavers: Leavers,
         audit: AuditTrail,
         clock: Clock,
         berthing: Berthing,
@@ -82,6 +84,7 @@ class Adapters:
         self._caches = caches
         self._library = library
         self._shelf = shelf
+        self._leavers = leavers
         self._audit = audit
         self._clock = clock
         self._fits: set[tuple[Digest, Digest, int]] = set()
@@ -223,7 +226,7 @@ class Adapters:
         async with self._shelving:
             if digest in self._stock.shelved:
                 return True
-            if not await self._make_room(cached.size, evicting=evicting):
+            if not await self._make_room(cached.size, digest, evicting=evicting):
                 return False
             ledger = self._stock.host.reserve(digest, cached.size)
             assert not isinstance(ledger, NoRoom), "room was made"
@@ -241,7 +244,7 @@ class Adapters:
             self._stock.shelved.add(digest)
             return True
 
-    async def _make_room(self, size: int, *, evicting: bool) -> bool:
+    async def _make_room(self, size: int, heir: Digest, *, evicting: bool) -> bool:
         """Least recently used first; what an engine was just told of stays."""
         while self._stock.host.free < size:
             if not evicting:
@@ -249,7 +252,11 @@ class Adapters:
             unused = [each for each in self._stock.shelved if self._may_unshelve(each)]
             if not unused:
                 return False
-            await self._unshelve(min(unused, key=lambda each: (self._stock.used_ms.get(each, 0), each)))
+            oldest = min(unused, key=lambda each: (self._stock.used_ms.get(each, 0), each))
+            adapters = self._library.adapters().values()
+            name = next((each.name for each in adapters if each.digest == oldest), None)
+            self._leavers.leave_shelf(name, oldest, heir)
+            await self._unshelve(oldest)
         return True
 
     def _may_unshelve(self, digest: Digest) -> bool:

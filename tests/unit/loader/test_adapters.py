@@ -96,7 +96,9 @@ async def test_what_does_not_fit_never_reaches_an_engine(node: SmallNode) -> Non
 
 @on_a_small_node(BASE, adapter_bytes=25)
 async def test_the_least_recently_used_leaves_host_memory(node: SmallNode) -> None:
-    """Two of 10 fit into 25. While both were just named a third one is used from disk; later the oldest makes room."""
+    """Two of 10 fit into 25. While both were just named a third one is used from disk; later the oldest makes room.
+
+    Who left for whom is told, and counted: the second, a millisecond and `KEEP_MS` after its use."""
     await node.load(BASE)
     one, two, three = declare(node, 3)
     for adapter in (one, two):
@@ -108,6 +110,17 @@ async def test_the_least_recently_used_leaves_host_memory(node: SmallNode) -> No
     await ensure(node, one)
     assert (await ensure(node, three)).in_host
     assert set(node.shelf.held) == {one.digest, three.digest}
+    [told] = [note for note in node.audit.notes if note.what == "evict"]
+    assert told.details == {
+        "tier": "adapters",
+        "adapter": two.name,
+        "digest": two.digest,
+        "made_room_for": three.digest,
+        "bytes": "10",
+        "bytes_freed": "10",
+        "idle_ms": str(KEEP_MS + 1),
+    }
+    assert node.measurements.evictions == ["adapters"]
 
 
 @on_a_small_node(BASE, disk_bytes=120, adapter_bytes=0)
