@@ -127,6 +127,16 @@ class BlockTableMachine(RuleBasedStateMachine):
                 keys = keys_of(salt, units, [first])
                 assert self.table.acquire(salt, keys, Holder("reader", 1), self.now_ms) == Missed()
 
+    @rule(blocks_max=st.integers(1, 4))
+    def what_was_erased_is_overwritten(self, blocks_max: int) -> None:
+        """Its slots were nobody else's until now: none of them is being written, by whomever."""
+        places = self.table.to_overwrite(blocks_max, self.now_ms)
+        assert len(places) <= blocks_max
+        written = [held for ends, held, *_ in self.writing.values() if ends > self.now_ms]
+        offsets = {slot.offset for held in written for slot in held}
+        assert not offsets & {place.offset for place in places}
+        self.table.overwritten(places)
+
     @rule(salt=SALTS, units=st.sampled_from([1, 2]), path=PATHS)
     def bytes_rot(self, salt: bytes, units: int, path: list[int]) -> None:
         """A block found to be wrong is found no more, nor is anything below it."""
@@ -169,6 +179,7 @@ class BlockTableMachine(RuleBasedStateMachine):
         self.table.expire(self.now_ms + 1_000)
         for salt in (b"one", b"two"):
             self.table.erase_salt(salt, self.now_ms + 1_000)
+        self.table.overwritten(self.table.to_overwrite(ARENA_UNITS, self.now_ms + 1_000))
         counts = self.table.statistics()
         assert (counts.units_held, counts.units_leased, counts.blocks, counts.leases) == (0, 0, 0, 0)
 

@@ -109,6 +109,7 @@ class SegmentFiles:
             if written != span:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            self._cut_rest()
             raise DiskFault(f"a block could not be written: {error.strerror}") from error
         self._ends[number] = offset + span
         return placed
@@ -181,17 +182,16 @@ class SegmentFiles:
 
     def remove(self, number: int) -> None:
         """Remove a whole segment. Idempotent. Raises DiskFault."""
-        descriptor = self._files.pop(number, None)
-        self._ends.pop(number, None)
         if number == self._writing:
             self._writing = -1
         try:
             (self._folder / f"{number:08d}.segment").unlink(missing_ok=True)
-        except OSError as error:
+        except OSError as error:  # it stays known, so that it can be asked for again
             raise DiskFault(f"a segment could not be removed: {error.strerror}") from error
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        descriptor = self._files.pop(number, None)
+        self._ends.pop(number, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close the files; they stay."""
@@ -199,6 +199,12 @@ class SegmentFiles:
             os.close(descriptor)
         self._files.clear()
         os.close(self._lock)
+
+    def _cut_rest(self) -> None:
+        """What was written of a block that does not fit belongs to no block, and no erasure would find it."""
+        if self._writing in self._files:
+            with suppress(OSError):
+                os.ftruncate(self._files[self._writing], self._ends[self._writing])
 
     def _open_next(self) -> None:
         number = max(self._files, default=-1) + 1

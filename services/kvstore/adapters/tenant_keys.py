@@ -13,6 +13,7 @@ place. Decision: docs/decisions/0058-encryption-at-rest.md.
 
 import hmac
 import os
+import threading
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +41,7 @@ class TenantKeys:
         self._wrapping = AESGCM(_derived(cluster_key, b"wrap"))
         self._headers = AESGCM(_derived(cluster_key, b"header"))
         self._ciphers: dict[bytes, AESGCM] = {}
+        self._changing = threading.Lock()  # else a reader could remember a key that is just being destroyed
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -73,26 +75,32 @@ class TenantKeys:
 
     def forget(self, salt: bytes) -> None:
         """Destroy the key of a salt; later blocks of it get a new one. Idempotent. Raises DiskFault."""
-        self._ciphers.pop(salt, None)
         path = self._path(salt)
         try:
-            with suppress(FileNotFoundError), path.open("r+b") as file:
-                file.write(os.urandom(path.stat().st_size))
-                file.flush()
-                os.fsync(file.fileno())
-            path.unlink(missing_ok=True)
-            _sync_folder(self._folder)
+            with self._changing:
+                self._ciphers.pop(salt, None)
+                self._destroy(path)
         except OSError as error:
             raise DiskFault(f"a key could not be destroyed: {error.strerror}") from error
 
+    def _destroy(self, path: Path) -> None:
+        with suppress(FileNotFoundError), path.open("r+b") as file:
+            file.write(os.urandom(path.stat().st_size))
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink(missing_ok=True)
+        _sync_folder(self._folder)
+
     def _cipher(self, salt: bytes, *, make: bool) -> AESGCM:
         cipher = self._ciphers.get(salt)
-        if cipher is None:
+        if cipher is not None:
+            return cipher
+        with self._changing:
             key = self._read(salt) or (self._make(salt) if make else None)
             if key is None:
                 raise BlockCorrupt("the key of a block is gone")
-            cipher = self._ciphers[salt] = AESGCM(key)
-        return cipher
+            self._ciphers[salt] = AESGCM(key)
+            return self._ciphers[salt]
 
     def _read(self, salt: bytes) -> bytes | None:
         path = self._path(salt)

@@ -7,7 +7,7 @@ block never goes before those under it. Not here: leases, pins, what goes first 
 
 from collections.abc import Iterable, Iterator
 
-from services.kvstore.domain.records import ROOT, Block, BlockPlace, NewBlocks, RefusalReason, Shared
+from services.kvstore.domain.records import ROOT, Block, NewBlocks, RefusalReason, Shared
 from services.kvstore.domain.salt_book import SaltBook
 
 
@@ -78,9 +78,9 @@ class BlockForest:
         """Those of a salt, also ones being written, in order of coming."""
         return [self._blocks[key] for key in self.salts.keys(salt)]
 
-    def places_of(self, salt: bytes) -> list[BlockPlace]:
-        """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
-        return [block.place() for block in self.by_offset.values() if block.salt == salt]
+    def held_for(self, salt: bytes) -> list[Block]:
+        """Whatever of a salt holds a slot, or is to, condemned blocks too. O(blocks)."""
+        return [block for block in self.by_offset.values() if block.salt == salt]
 
     def enter(self, block: Block) -> None:
         """A block has come; its key is not here."""

@@ -14,6 +14,7 @@ A stored block's parent is stored, and a pinned block's parents are pinned. Whic
 finds it (invariant 11), is `block_forest`. Not here: bytes, checksums, other tiers. Not thread-safe.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from services.kvstore.domain.block_forest import BlockForest
@@ -58,6 +59,7 @@ class BlockTable:
         self._stored: list[bytes] = []
         self._dropped: list[bytes] = []
         self._visible = self._units_pinned = 0
+        self._erased: dict[int, Block] = {}  # by offset: their bytes are still to be overwritten
         self._hits = self._misses = self._corrupt = self._expired = 0
         self._evictions = self._evictions_awaited = 0
 
@@ -120,17 +122,13 @@ class BlockTable:
         block = self._forest.find(key)
         return block is not None and block.uses > 0
 
-    def places_of(self, salt: bytes) -> list[BlockPlace]:
-        """Every slot that holds, or is to hold, a block of a salt, condemned ones too. O(blocks)."""
-        return self._forest.places_of(salt)
-
     def salts(self) -> tuple[bytes, ...]:
         """Every salt that has blocks here, also ones being written."""
         return self._forest.salts.salts()
 
     def usage(self, salt: bytes) -> tuple[int, int]:
-        """Blocks of a salt in the table, also those being written, and their bytes."""
-        blocks = self._forest.blocks_of(salt)
+        """Blocks of a salt in the table, also those being written or to be overwritten, and their bytes."""
+        blocks = [*self._forest.blocks_of(salt), *self._to_be_overwritten(salt)]
         return len(blocks), sum(block.length for block in blocks)
 
     def release(self, lease_id: str, now_ms: int) -> None:
@@ -204,15 +202,37 @@ class BlockTable:
         return True
 
     def erase_salt(self, salt: bytes, now_ms: int) -> Erased:
-        """Drop every block of a salt, also what is being written. Leased slots are given back with their leases."""
+        """Drop every block of a salt, also what is being written. What they hold is no other's before `overwritten`."""
         self.expire(now_ms)
         blocks = self._forest.blocks_of(salt)
         erased = Erased(len(blocks), sum(block.length for block in blocks))
+        for block in self._forest.held_for(salt):
+            if not block.erased:
+                self._pin(block)
+                block.erased = True
+                self._erased[block.slot.offset] = block
         for block in blocks:
             if self._forest.find(block.key) is block:
                 self._drop_subtree(block)
         self._history.forget(salt)
         return erased
+
+    def to_overwrite(self, blocks_max: int, now_ms: int) -> list[BlockPlace]:
+        """Where erased blocks lie that nobody writes any more. Overwrite them at once, and say so by `overwritten`.
+
+        A reader who still copies one finds a wrong checksum, which is a miss."""
+        self.expire(now_ms)
+        ready = (block.place() for block in self._erased.values() if block.stored or block.pins == 1)
+        return list(itertools.islice(ready, blocks_max))
+
+    def overwritten(self, places: Sequence[BlockPlace]) -> None:
+        """Their slots are given back, with their leases if there are any."""
+        for place in places:
+            self._unpin(self._erased.pop(place.offset))
+
+    def is_overwritten(self, salt: bytes) -> bool:
+        """Whether nothing that was erased of a salt is still to be overwritten."""
+        return not self._to_be_overwritten(salt)
 
     def make_room(self, blocks_max: int, now_ms: int) -> int:
         """Evict up to about `blocks_max` blocks where a class has less room than it should; how many went.
@@ -255,6 +275,9 @@ class BlockTable:
             corrupt=self._corrupt,
             leases_expired=self._expired,
         )
+
+    def _to_be_overwritten(self, salt: bytes) -> list[Block]:
+        return [block for block in self._erased.values() if block.salt == salt]
 
     def _parent_is_stored(self, block: Block) -> bool:
         return block.parent_key == ROOT or self.has(block.parent_key)

@@ -176,6 +176,7 @@ class Block:
     checksum: int = 0
     stored: bool = False
     condemned: bool = False
+    erased: bool = False  # its bytes are to be overwritten before its slot is another's; pinned until then
     pins: int = 0
     uses: int = 0  # requests that found it
     used_ms: int = 0  # when it was stored or found last

@@ -31,6 +31,7 @@ from services.kvstore.domain.records import (
     Shared,
     WrittenBlock,
 )
+from services.kvstore.domain.unerased import UnerasedRecords
 from services.kvstore.ports import BlockArena, BlockCorrupt, BlockLog, DiskFault
 
 log = structlog.get_logger(__name__)
@@ -85,6 +86,8 @@ class DiskTier:
         self._queue: dict[bytes, None] = {}
         self._writing = asyncio.Lock()
         self._promotions: dict[bytes, asyncio.Task[None]] = {}
+        self._erasing: dict[bytes, asyncio.Task[int]] = {}
+        self._unerased = UnerasedRecords()
         self._resting_until_ms = 0
         self._counts = DiskCounts()
 
@@ -96,8 +99,8 @@ class DiskTier:
         log.info("disk_blocks_found", blocks=len(self._index), orphans=len(orphans))
 
     async def close(self) -> None:
-        """Wait for what is being read or written."""
-        await asyncio.gather(*self._promotions.values(), return_exceptions=True)
+        """Wait for what is being read, written or erased."""
+        await asyncio.gather(*self._promotions.values(), *self._erasing.values(), return_exceptions=True)
         async with self._writing:
             self._queue.clear()
 
@@ -136,12 +139,13 @@ class DiskTier:
         return len(self._index.run(salt, keys, have, shared))
 
     def salts(self) -> tuple[bytes, ...]:
-        """Every salt that has blocks on disk."""
-        return self._index.salts()
+        """Every salt that has blocks on disk, or is not wholly erased yet."""
+        return tuple(dict.fromkeys((*self._index.salts(), *self._unerased.salts(), *self._erasing)))
 
     def usage(self, salt: bytes) -> tuple[int, int]:
-        """Blocks of a salt on disk, and the bytes they take there."""
-        return self._index.usage(salt)
+        """Blocks of a salt on disk, also those still to be overwritten, and the bytes they take there."""
+        (blocks, size), (left, left_size) = self._index.usage(salt), self._unerased.usage(salt)
+        return blocks + left, size + left_size
 
     # Memory to disk
 
@@ -204,7 +208,9 @@ class DiskTier:
             self._count(dropped=len(plan.dropped))
             await self._destroy([record for record in plan.dropped if record.segment != plan.segment])
             kept = [(record, await self._in_thread(partial(self._copy, record))) for record in plan.moved]
+            self._owe([record for record in plan.dropped if record.segment == plan.segment])
             await self._in_thread(partial(self._blocks.remove, plan.segment))
+            self._unerased.keep(self._blocks.segments)
             for record, copy in kept:
                 await self._move(record, copy)
         return True
@@ -239,7 +245,7 @@ class DiskTier:
         """
         have = self._table.run_length(salt, keys, shared)
         records = self._index.run(salt, keys, have, shared)
-        if not records:
+        if not records or salt in self._erasing or shared.salt in self._erasing:
             return
         task = self._promotions.get(records[0].key)
         if task is None:
@@ -261,6 +267,8 @@ class DiskTier:
     async def _promote_chunk(self, chunk: Sequence[DiskRecord], parent_salt: bytes) -> bool:
         """Whether all of it is in memory now."""
         head, by_key = chunk[0], {record.key: record for record in chunk}
+        if head.salt in self._erasing:
+            return False
         new = NewBlocks(head.salt, head.model_digest, head.parent_key, tuple(by_key), head.length, parent_salt)
         reserved = self._table.reserve(new, DISK_HOLDER, self._now())
         if not isinstance(reserved, Reserved):
@@ -268,7 +276,8 @@ class DiskTier:
         places = [(by_key[place.key], place.offset) for place in reserved.slots]
         lanes = await asyncio.gather(*(self._read_lane(places[lane::READ_LANES]) for lane in range(READ_LANES)))
         results = [lanes[number % READ_LANES][number // READ_LANES] for number in range(len(places))]
-        written = [block for block in results if block is not None]
+        is_erased = head.salt in self._erasing  # while it was read: whatever was read is nobody's
+        written = [block for block in results if block is not None and not is_erased]
         outcome = self._table.commit(reserved.lease_id, written, self._now())
         self._count(promoted=outcome.committed)
         for record, block in zip((by_key[place.key] for place in reserved.slots), results, strict=True):
@@ -312,14 +321,32 @@ class DiskTier:
     async def erase(self, salt: bytes) -> int:
         """Overwrite every block of a salt; how many that were. Drop them from the table first. Raises DiskFault.
 
-        On DiskFault bytes may be left in files that could be neither overwritten nor removed.
-        """
+        On DiskFault bytes may be left in files that could be neither overwritten nor removed: they are counted, and the
+        next call begins with them. Goes on if its caller is cancelled; who asks meanwhile waits for the same."""
+        task = self._erasing.get(salt)
+        if task is None:
+            task = self._erasing[salt] = asyncio.create_task(self._erase(salt), name="erase a salt")
+            task.add_done_callback(partial(self._erased, salt))
+        return await asyncio.shield(task)
+
+    def _erased(self, salt: bytes, task: "asyncio.Task[int]") -> None:
+        del self._erasing[salt]
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("disk_erasure_failed", text=str(task.exception()))  # its caller may have left
+
+    async def _erase(self, salt: bytes) -> int:
         async with self._writing:
-            gone = self._index.erase(salt)
-            await self._in_thread(lambda: self._blocks.forget(salt))
-            await self._in_thread(lambda: self._blocks.destroy(gone))
-            self._forget_removed()
-            return len(gone)
+            self._unerased.add(salt, self._index.erase(salt))
+            gone = self._unerased.of(salt)
+            try:
+                await self._in_thread(lambda: self._blocks.forget(salt))
+                await self._in_thread(lambda: self._blocks.destroy(gone))
+                self._unerased.done(salt)
+            finally:
+                self._forget_removed()
+        if self._promotions:  # none of them shows anything of the salt any more; but until they end they write it
+            await asyncio.wait(set(self._promotions.values()))
+        return len(gone)
 
     async def _destroy(self, records: Sequence[DiskRecord]) -> None:
         if not records:
@@ -327,10 +354,17 @@ class DiskTier:
         try:
             await self._in_thread(lambda: self._blocks.destroy(tuple(records)))
         except DiskFault as fault:
+            self._owe(records)
             self._failed(fault)
         self._forget_removed()
 
+    def _owe(self, records: Sequence[DiskRecord]) -> None:
+        """Blocks that were not overwritten though the index has forgotten them: an erasure has to find them."""
+        for record in records:
+            self._unerased.add(record.salt, [record])
+
     def _forget_removed(self) -> None:
+        self._unerased.keep(self._blocks.segments)
         for number in self._index.segments - set(self._blocks.segments):
             self._index.drop_segment(number)
 

@@ -37,6 +37,9 @@ from services.kvstore.ports import BlockArena, DiskFault
 
 WAIT_MS_MAX = 10_000  # beyond this any prefill is faster
 ROOM_STEP_BLOCKS = 64  # about a millisecond
+OVERWRITE_BLOCKS = 16  # in one step: 16 MiB of large blocks in 3 ms
+WRITERS_MS_MAX = 6_000  # an engine's lease to write takes 5 s at most
+WRITERS_LOOK_MS = 20
 INLINE_BYTES_MAX = 16 * 1024 * 1024  # about 2 ms of xxh3 (8 GB/s here); more goes to a thread
 
 
@@ -135,22 +138,32 @@ class BlockService:
     async def erase_salt(self, salt: bytes) -> Erased:
         """Drop every block of a tenant's salt in every tier and overwrite the bytes. Idempotent.
 
-        Counts a block once for each tier it was in. Raises Unavailable if the disk refuses: ask again.
-        """
+        Counts a block once for each tier it was in. Waits a while for those that are being written; what is still to be
+        overwritten then counts as left. Raises Unavailable if the disk refuses: ask again. Goes on if cancelled."""
         if self._peers is not None:
             self._peers.erased(salt)
-        places = self._table.places_of(salt)
         erased = self._table.erase_salt(salt, self._now())
-        for place in places:  # a reader who still copies finds a wrong checksum, which is a miss
-            with self._arena.view(place.offset, place.length) as view:
-                view[:] = bytes(place.length)
         on_disk = 0
-        if self._disk is not None:
-            try:
-                on_disk = await self._disk.erase(salt)
-            except DiskFault as fault:
-                raise Unavailable("blocks on disk could not be erased") from fault
+        try:
+            on_disk = await self._disk.erase(salt) if self._disk is not None else 0
+        except DiskFault as fault:
+            raise Unavailable("blocks on disk could not be erased") from fault
+        finally:
+            await self._overwrite()
+        until_ms = self._now() + WRITERS_MS_MAX
+        while not self._table.is_overwritten(salt) and self._now() < until_ms:
+            await self._clock.sleep_ms(WRITERS_LOOK_MS)
+            await self._overwrite()
         return Erased(erased.blocks + on_disk, erased.bytes_dropped, sum(self.usage(salt)[::2]))
+
+    async def _overwrite(self) -> None:
+        """Overwrite what has been erased, in steps, so that nobody waits for it."""
+        while places := self._table.to_overwrite(OVERWRITE_BLOCKS, self._now()):
+            for place in places:
+                with self._arena.view(place.offset, place.length) as view:
+                    view[:] = bytes(place.length)
+            self._table.overwritten(places)
+            await asyncio.sleep(0)
 
     def salts(self) -> tuple[bytes, ...]:
         """Every salt that has blocks in any tier."""
@@ -180,8 +193,9 @@ class BlockService:
         return self._table.statistics()
 
     async def expire_leases(self) -> None:
-        """End what is due, also when nobody calls (invariant 12)."""
+        """End what is due, also when nobody calls (invariant 12), and overwrite what was erased while it was leased."""
         self._table.expire(self._now())
+        await self._overwrite()
 
     async def keep_room(self) -> None:
         """Evict where there is less room than there should be, in steps, so that nobody waits for it."""

@@ -156,7 +156,8 @@ def test_a_child_of_a_block_that_was_never_written_is_rejected() -> None:
 
 
 def test_erasing_a_salt_leaves_the_others_alone() -> None:
-    """3 blocks of 64 bytes of tenant one go, also one that is being read and one that is being written."""
+    """3 blocks of 64 bytes of tenant one go, also one that is being read and one that is being written. They hold their
+    slots until they are overwritten: the one being written not before its writer is done."""
     table = table_of(8)
     store(table, chain("a", 2))
     store(table, chain("b", 1), salt=OTHER_SALT)
@@ -167,7 +168,14 @@ def test_erasing_a_salt_leaves_the_others_alone() -> None:
     erased = table.erase_salt(SALT, 0)
     assert (erased.blocks, erased.bytes_dropped) == (3, 3 * 64)
     assert (found(table, chain("a", 2)), found(table, chain("b", 1), salt=OTHER_SALT)) == (0, 1)
+    assert (table.usage(SALT), table.statistics().units_held) == ((3, 3 * 64), 4)
+    places = table.to_overwrite(8, 0)
+    assert {place.key for place in places} == set(chain("a", 2))
+    table.overwritten(places)
+    assert (table.usage(SALT), table.is_overwritten(SALT)) == ((1, 64), False)
     assert table.commit(pending.lease_id, written_well(pending), 0) == Committed(0, 1)
+    table.overwritten(table.to_overwrite(8, 0))
+    assert (table.usage(SALT), table.is_overwritten(SALT)) == ((0, 0), True)
     assert table.statistics().units_held == 2  # b, and a/0 until its reader is done
     table.release(lease.lease_id, 0)
     assert table.statistics().units_held == 1

@@ -1,9 +1,11 @@
 """The kvstore's verbs over a fake arena: what is published is what lies there."""
 
+import asyncio
+
 import xxhash
 
 from services.kvstore.domain.block_table import BlockTable
-from services.kvstore.domain.records import Acquired, Committed, Missed, Reserved
+from services.kvstore.domain.records import Acquired, Committed, Holder, Missed, Reserved
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations import serve_blocks
 from services.kvstore.operations.serve_blocks import BlockService
@@ -13,12 +15,12 @@ from tests.fakes.clock import ManualClock
 
 
 class Node:
-    """A service over 8 slots, and a writer."""
+    """A service over some slots, and a writer."""
 
-    def __init__(self) -> None:
-        self.arena = FakeArena(8 * UNIT)
+    def __init__(self, units: int = 8) -> None:
+        self.arena = FakeArena(units * UNIT)
         self.clock = ManualClock()
-        self.service = BlockService(BlockTable(SlotArena(8 * UNIT, UNIT, UNIT), "run"), self.arena, self.clock)
+        self.service = BlockService(BlockTable(SlotArena(units * UNIT, UNIT, UNIT), "run"), self.arena, self.clock)
 
     def write(self, keys: list[bytes]) -> tuple[str, dict[bytes, int]]:
         """Reserve and fill slots; the lease and the checksums of what was written."""
@@ -117,3 +119,47 @@ async def test_an_erased_tenant_finds_nothing() -> None:
     await node.store(keys)
     assert (await node.service.erase_salt(SALT)).bytes_dropped == 2 * UNIT
     assert node.service.acquire(SALT, keys, HOLDER) == Missed()
+
+
+async def test_what_is_being_written_when_its_tenant_is_erased_is_overwritten_when_the_writer_is_done() -> None:
+    """The writer copies after the erasure has begun, as it does not know of it. The erasure waits for its lease of 1 s;
+    until it ends the block counts as left, and no slot goes to anybody else before it is blank."""
+    node, keys = Node(), chain("a", 1)
+    node.write(keys)
+    erased = await node.service.erase_salt(SALT)
+    assert (erased.blocks, erased.blocks_left) == (1, 0)
+    with node.arena.view(0, 8 * UNIT) as view:
+        assert bytes(view) == bytes(8 * UNIT)
+    assert node.service.statistics().units_held == 0
+
+
+async def test_a_writer_that_goes_on_and_on_is_told_as_left() -> None:
+    """Its lease of 60 s outlasts the erasure's patience: 1 block is left, and blank once the lease has ended."""
+    node, keys = Node(), chain("a", 1)
+    assert isinstance(node.service.reserve(new_blocks(keys), Holder("engine-1", 60_000)), Reserved)
+    assert (await node.service.erase_salt(SALT)).blocks_left == 1
+    with node.arena.view(0, UNIT) as view:
+        view[:] = b"x" * UNIT
+    node.clock.advance(60_000)
+    await node.service.expire_leases()
+    assert node.service.usage(SALT)[0] == 0
+    with node.arena.view(0, UNIT) as view:
+        assert bytes(view) == bytes(UNIT)
+
+
+async def test_others_are_served_while_much_is_overwritten() -> None:
+    """64 blocks are overwritten in 4 steps: between two of them the loop turns."""
+    node = Node(units=64)
+    await node.store(chain("a", 64))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    assert (await node.service.erase_salt(SALT)).blocks_left == 0
+    other.cancel()
+    assert turns >= 64 // serve_blocks.OVERWRITE_BLOCKS
