@@ -3,8 +3,9 @@
 All idempotent: a message may come twice, late, or to another replica than the one that granted.
 """
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from itertools import islice
 
 from roundhouse.clock import Clock
@@ -61,13 +62,15 @@ class Completion:
         for report in reports:
             if attempt_id(report.request_id, report.attempt) not in self._settled:
                 by_pool[_pool(report.pool)].append(report)
-        for pool, ended in by_pool.items():
-            broken = [report for report in ended if report.instance_broken]
-            whole = [report for report in ended if not report.instance_broken]
-            if broken:
-                await self._broken_ones(pool, broken)
-            if whole:
-                self._note(pool, whole, await self._dispatcher.finish(pool, [_ending_of(report) for report in whole]))
+        await _each([self._settle(pool, ended) for pool, ended in by_pool.items()])
+
+    async def _settle(self, pool: PoolName, ended: list[wire.Finished]) -> None:
+        broken = [report for report in ended if report.instance_broken]
+        whole = [report for report in ended if not report.instance_broken]
+        if broken:
+            await self._broken_ones(pool, broken)
+        if whole:
+            self._note(pool, whole, await self._dispatcher.finish(pool, [_ending_of(report) for report in whole]))
 
     async def _broken_ones(self, pool: PoolName, reports: list[wire.Finished]) -> None:
         endings = [_ending(report) for report in reports]
@@ -107,9 +110,22 @@ class Completion:
         for lease in heartbeat.leases:
             used = Tokens(lease.input_tokens, lease.cached_tokens, lease.output_tokens)
             by_pool[_pool(lease.pool)].append(Progress(attempt_id(lease.request_id, lease.attempt), used))
-        for pool, leases in by_pool.items():
-            await self._store.renew(pool, leases, self._clock.now_ms())
-        await self.finished(heartbeat.finished)
+        now_ms = self._clock.now_ms()
+        renewals = [self._renew(pool, leases, now_ms) for pool, leases in by_pool.items()]
+        await _each([*renewals, self.finished(heartbeat.finished)])
+
+    async def _renew(self, pool: PoolName, leases: Sequence[Progress], now_ms: int) -> None:
+        await self._store.renew(pool, leases, now_ms)
+
+
+async def _each(works: Sequence[Coroutine[None, None, None]]) -> None:
+    """Do all, though some fail: each pool has its own part of the store. Raises what the first that failed raised."""
+    if len(works) == 1:  # the usual case needs no task
+        await works[0]
+    else:
+        for answer in await asyncio.gather(*works, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
 
 
 def _pool(name: str) -> PoolName:

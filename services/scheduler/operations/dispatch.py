@@ -103,7 +103,8 @@ class Dispatcher:
                 await self._woken.wait()
                 self._woken.clear()
                 while self._gathered:
-                    await self._turn(*self._gathered.popitem())
+                    pool = next(iter(self._gathered))  # the first to come: a pool that is never still waits its turn
+                    await self._turn(pool, self._gathered.pop(pool))
         finally:
             for gathered in self._gathered.values():
                 gathered.fail(Unavailable("this replica stops"))
