@@ -1,5 +1,8 @@
 """The Redis store by example: rare orders of events, and how long it remembers."""
 
+import pytest
+
+from roundhouse.errors import Unavailable
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, TenantId
 from services.scheduler.adapters.redis_store import RedisSchedulingStore, pool_prefix
@@ -59,3 +62,19 @@ async def test_what_says_how_much_waits_outlives_it(redis_url: str) -> None:
     left_ms = [await redis.pttl(pool_prefix(pool) + name) for name in (f"v:{version}", f"acc:3:{version}")]
     await redis.aclose()
     assert min(left_ms) > wait_ms
+
+
+async def test_a_clock_that_was_ahead_stops_nobody_for_longer_than_a_minute(redis_url: str) -> None:
+    """One replica's clock was an hour ahead and was set right: until what it said is forgotten the others hear why
+    they hand nothing out, then they do. A clock that is set back on a single machine is the same."""
+    redis = open_redis(redis_url)
+    pool, now_ms, offer = PoolName("clocks"), 1_800_000_000_000, [Offer(INSTANCE, VERSION, 1)]
+    store = RedisSchedulingStore(redis, POLICY)
+    await store.take(pool, offer, 1, now_ms + 3_600_000)
+    with pytest.raises(Unavailable, match="clock"):
+        await store.take(pool, offer, 1, now_ms)
+    left_ms = await redis.pttl(pool_prefix(pool) + "latest")
+    await redis.pexpire(pool_prefix(pool) + "latest", 0)
+    assert (await store.take(pool, offer, 1, now_ms)).granted == ()
+    await redis.aclose()
+    assert 0 < left_ms <= 60_000

@@ -11,6 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from roundhouse.errors import Unavailable
 from roundhouse.redis_edge import LuaScript
 from roundhouse.subjects import encode_token
 from roundhouse.vocabulary import NodeId, PoolName
@@ -44,6 +45,7 @@ from services.scheduler.domain.service import Policy
 
 Argument = str | bytes | int | float
 LAYOUT = 2  # of the values behind the keys: what a version with another one left is not read, and does no harm
+BEHIND = "this process's time is behind that of others: it slept, or a machine's clock is wrong or was set back"
 _PACKAGE = "services.scheduler.adapters.scripts"
 _VERBS = (
     "turn",
@@ -88,7 +90,12 @@ class RedisSchedulingStore:
 
     async def _run(self, verb: str, pool: PoolName, now_ms: int, arguments: Iterable[Argument] = ()) -> Any:
         policy = self._policies.get(pool, self._policy)
-        return await self._scripts[verb](self._redis, [pool_prefix(pool)], [now_ms, policy, *arguments])
+        try:
+            return await self._scripts[verb](self._redis, [pool_prefix(pool)], [now_ms, policy, *arguments])
+        except Unavailable as error:
+            if "STALE" not in str(error.__cause__):
+                raise
+            raise Unavailable(BEHIND) from error.__cause__
 
     async def turn(self, pool: PoolName, turn: Turn, now_ms: int) -> TurnDone:
         """See `SchedulingStore.turn`."""

@@ -102,11 +102,12 @@ function q.refuse(r, reason, message)
   return q.ticket(r)
 end
 
--- Whether the caller's time is that of the others: one that was frozen must hand nothing out.
+-- Whether the caller's time is that of the others: one that was frozen must hand nothing out. What nobody confirms is
+-- forgotten: a clock that was ahead, or that a whole machine set back, stops the pool no longer than that.
 function q.is_stale()
   local latest = q.num(call('GET', q.key('latest')))
   if now < latest - floor(P.LEASE / 4) then return true end
-  if now > latest + P.FENCE_STEP then call('SET', q.key('latest'), now) end
+  if now > latest + P.FENCE_STEP then call('SET', q.key('latest'), now, 'EX', P.FENCE_SECONDS) end
   return false
 end
 

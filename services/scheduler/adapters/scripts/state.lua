@@ -16,6 +16,7 @@ do
        OUTPUT_UNITS = 2, FIRST_OUTPUT = 256, FIRST_RUN = 1000, SHIFT = 8, -- see `domain/service.py`
        BATCH = 200, -- tickets of one expiry or claim
        FENCE_STEP = 100, -- the latest time is noted this coarsely
+       FENCE_SECONDS = 60, -- and forgotten after so long: a guess, longer than a process sleeps unnoticed
        STALE = {err = 'STALE the caller is behind the others'}}
 end
 local q = {versions = {}, depths = {queued = {}, scoped = {}}, uses = {}, uses_before = {}, touched = {}}
