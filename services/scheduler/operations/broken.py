@@ -85,19 +85,26 @@ class BrokenInstances:
         await self._store.begin_drain(pool, order, now_ms)  # denied = closed already, for another purpose
 
     async def _remove(self, pool: PoolName, node_id: NodeId, version: VersionKey) -> None:
-        key = instance_key(node_id, version)
+        key, found = instance_key(node_id, version), self._pools.nodes.instance(node_id, version)
+        ready_ms = found.since_ms if found is not None else 0  # one that became ready later is another one
         self._dispatcher.wake(pool)  # its demand is cold now: a plan may load it elsewhere at once
-        while (state := self._pools.nodes.state(node_id)) is not None:
+        while (state := self._pools.nodes.state(node_id)) is not None and self._stands(node_id, version, ready_ms):
             if await self._unloaded(state.loader_address, version):
                 break
             await self._clock.sleep_ms(PAUSE_MS)
             with suppress(Unavailable):
                 await self._close(pool, key, version)
-        while self._pools.is_ready(node_id, version):  # until the node itself says that it has gone
+        while self._pools.is_ready(node_id, version, since_ms=ready_ms):  # until the node itself says that it has gone
             await self._clock.sleep_ms(50)
         with suppress(Unavailable):  # then the mark ends by itself
             await self._store.clear_drain(pool, key, self._clock.now_ms())
         self._dispatcher.wake(pool)
+
+    def _stands(self, node_id: NodeId, version: VersionKey, ready_ms: int) -> bool:
+        """Whether the node still has it, or unloads it. An unload order would end one that came after it as well."""
+        found = self._pools.nodes.instance(node_id, version)
+        leaves = found is not None and found.residence in (Residence.DRAINING, Residence.UNLOADING)
+        return leaves or self._pools.is_ready(node_id, version, since_ms=ready_ms)
 
     async def _unloaded(self, address: str, version: VersionKey) -> bool:
         request = unload_order(version, self._clock.now_ms(), deadline_ms=UNLOAD_MS, reason=REASON)

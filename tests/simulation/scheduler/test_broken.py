@@ -2,8 +2,9 @@
 
 import asyncio
 
+from roundhouse.wire.v1 import loading_pb2
 from tests.simulation.scheduler.harness import World
-from tests.simulation.scheduler.mesh import model
+from tests.simulation.scheduler.mesh import FakeNode, model
 from tests.simulation.scheduler.test_cases import simulate
 
 
@@ -138,5 +139,42 @@ def test_what_one_replica_was_told_all_know_and_another_goes_on_when_it_dies() -
         assert asked.endings == ["done"]
         assert node.unloads == ["m"]
         assert node.loads == ["m", "m"]
+
+    simulate(story)
+
+
+class QuickNode(FakeNode):
+    """Between two of its states a model leaves and is loaded again for somebody else: nobody hears that it was away."""
+
+    async def unload(self, request: loading_pb2.EnsureUnloadedRequest) -> None:
+        self.silent = True
+        await super().unload(request)
+        self.silent = False
+        self.ready[request.version.model] = self.clock.now_ms()
+
+
+def test_a_dead_instance_that_is_back_before_anybody_saw_it_leave_is_open_again() -> None:
+    """It is another one by the time of its state: it gets requests at once, and when it dies too, that is heard."""
+
+    async def story(world: World) -> None:
+        m = model("m")
+        world.offer(m)
+        node = QuickNode(world.bus, world.clock, world.source)
+        world.loaders.nodes[node.node_id] = node
+        world.spawn(node.live)
+        gateway = await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        await gateway.submit(gateway.ask("first", m))
+        await asyncio.sleep(3)
+        for died in ("once", "twice"):
+            node.dead.add("m")
+            await gateway.submit(gateway.ask(f"dies {died}", m))
+            await asyncio.sleep(1.5)
+            asked = gateway.ask(f"after {died}", m)
+            await gateway.submit(asked)
+            await asyncio.sleep(1.5)
+            assert asked.endings == ["done"]
+        assert node.unloads == ["m", "m"]
 
     simulate(story)
