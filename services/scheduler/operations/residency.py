@@ -238,6 +238,9 @@ class Residency:
             await self._ensure_loaded(load, until_ms)
         except RoundhouseError as error:
             failure = error
+        except Exception as error:
+            log.exception("load_fault", model=model_of(load.version))
+            failure = Unavailable(f"the scheduler failed: {type(error).__name__}")  # else the claim would stay for ever
         ended_ms = self._clock.now_ms()
         log.info(
             "load_ended", model=model_of(load.version), node=load.node_id, error=failure.message if failure else ""

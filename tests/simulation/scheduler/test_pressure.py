@@ -1,10 +1,12 @@
 """More models than fit, more requests than one instance can serve, unloads that a request meets. On virtual time."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
+from roundhouse.wire.v1 import loading_pb2
 from tests.simulation.scheduler.fake_gateway import Asked
 from tests.simulation.scheduler.harness import World
-from tests.simulation.scheduler.mesh import POOL, model
+from tests.simulation.scheduler.mesh import POOL, FakeNode, model
 from tests.simulation.scheduler.test_cases import simulate
 
 QUANTUM_MS = 10_000  # the default of `rotation_seconds`
@@ -170,5 +172,40 @@ def test_a_herd_is_released_at_the_rate_that_the_instance_sustains() -> None:
         assert node.loads == ["cold"]
         assert node.together_max["cold"] == 4
         assert max(each.granted_ms - each.submitted_ms for each in herd) <= 1.2 * (LOAD_MS + 12_500)
+
+    simulate(story)
+
+
+class StumblingNode(FakeNode):
+    """The first order makes its follower fail in a way that nobody foresaw."""
+
+    stumbled = False
+
+    async def load(self, request: loading_pb2.EnsureLoadedRequest) -> AsyncIterator[loading_pb2.LoadProgress]:
+        if not self.stumbled:
+            self.stumbled = True
+            raise RuntimeError("what nobody foresaw")
+        async for progress in super().load(request):
+            yield progress
+
+
+def test_a_fault_of_our_own_while_a_load_is_followed_is_one_failed_try() -> None:
+    """The claim is given back and the next try comes after the pause of a first failure, 1 s; else nobody could ever
+    load the model again, because a claim is renewed as long as it is followed."""
+
+    async def story(world: World) -> None:
+        m = model("m")
+        world.offer(m)
+        node = StumblingNode(world.bus, world.clock, world.source)
+        world.loaders.nodes[node.node_id] = node
+        world.spawn(node.live)
+        gateway = await world.gateway()
+        await world.scheduler("s1")
+        await asyncio.sleep(1.1)
+        asked = gateway.ask("first", m)
+        await gateway.submit(asked)
+        await asyncio.sleep(6)
+        assert asked.endings == ["done"]
+        assert node.loads == ["m"]
 
     simulate(story)
