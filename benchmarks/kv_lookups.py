@@ -14,6 +14,7 @@ import grpc
 
 from benchmarks.kv_process import kvstore_running
 from benchmarks.report import Figure
+from roundhouse.block_keys import prefix_block_keys
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
 PREFIX, LENGTH, SALT = 1_000, 64, b"benchmark"
@@ -21,8 +22,8 @@ SECONDS = 3.0
 
 
 def lookup_figures(folder: Path, sizes: Sequence[int]) -> dict[str, Figure]:
-    """Lookups a second at each number of blocks, and the milliseconds of one."""
-    figures: dict[str, Figure] = {}
+    """Lookups a second at each number of blocks, the milliseconds of one, and those of the keys of such a prefix."""
+    figures: dict[str, Figure] = {"keys_of_1000_blocks_ms": min(_keys_ms() for _ in range(5))}
     for blocks in sizes:
         arena = max(1 << 20, -(-2 * blocks * LENGTH // 4096) * 4096)
         with kvstore_running(folder, arena, LENGTH) as (address, _), grpc.insecure_channel(address) as channel:
@@ -32,6 +33,13 @@ def lookup_figures(folder: Path, sizes: Sequence[int]) -> dict[str, Figure]:
         figures[f"lookups_per_second_of_{blocks}_blocks"] = rate
         figures[f"lookup_ms_of_{blocks}_blocks"] = 1_000 / rate
     return figures
+
+
+def _keys_ms() -> float:
+    """The gateway and the engine key prompts where they also do everything else."""
+    started = time.perf_counter()
+    assert len(prefix_block_keys(SALT, b"m", b"", 16, range(16 * PREFIX))) == PREFIX
+    return (time.perf_counter() - started) * 1_000
 
 
 def _stored(stub: kv_pb2_grpc.KvStoreStub, number: int) -> list[bytes]:

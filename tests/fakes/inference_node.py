@@ -29,6 +29,7 @@ class FakeNode:
     calls: list[EngineRequest | TensorRequest] = field(default_factory=list)
     timeouts_ms: list[int] = field(default_factory=list)
     open_streams: int = 0
+    sent: int = 0  # tokens, of all streams
     cancelled: int = 0
 
     async def generate(
@@ -66,6 +67,7 @@ class FakeNode:
             if number == self.hang_after:
                 await asyncio.Event().wait()
             await asyncio.sleep(self.interval_ms / 1000)
+            self.sent += 1
             yield EngineChunk(
                 text=f"tok{number} ",
                 output_tokens=1,

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -127,17 +126,3 @@ def test_a_block_of_no_tokens_is_refused() -> None:
     """Zero and negative block sizes are errors, not endless loops."""
     with pytest.raises(ValueError, match="at least one token"):
         prefix_block_keys(b"s", b"m", b"", 0, [1])
-
-
-def test_a_thousand_blocks_take_less_than_five_milliseconds() -> None:
-    """16,000 tokens are keyed in under 5 ms (best of 5), so the gateway may do it on its loop."""
-    prompt = list(range(16_000))
-    best_ms = min(_timed_ms(prompt) for _ in range(5))
-    assert best_ms < 5
-
-
-def _timed_ms(prompt: list[int]) -> float:
-    started = time.perf_counter_ns()
-    keys = prefix_block_keys(b"s" * 32, b"m" * 32, b"", 16, prompt)
-    assert len(keys) == 1_000
-    return (time.perf_counter_ns() - started) / 1e6

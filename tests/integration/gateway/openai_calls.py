@@ -1,11 +1,14 @@
 """Calls of the OpenAI API and what their answers hold."""
 
+import asyncio
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
-from tests.integration.gateway.running_gateway import RunningGateway
+from tests.integration.gateway.running_gateway import RunningGateway, until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "m", "messages": MESSAGES}
@@ -15,6 +18,15 @@ async def post(gateway: RunningGateway, path: str, body: object, **headers: str)
     """One request of tenant t1."""
     async with gateway.client(**headers) as client:
         return await client.post(path, json=body)
+
+
+async def leave(gateway: RunningGateway, body: object, when: Callable[[], bool], **headers: str) -> None:
+    """One request of tenant t1 whose connection is cut as soon as something is so."""
+    call = asyncio.create_task(post(gateway, "/v1/chat/completions", body, **headers))
+    await until(when)
+    call.cancel()
+    with suppress(asyncio.CancelledError):
+        await call
 
 
 def data_of(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from roundhouse.wire.v1.usage_pb2 import UsageEvent
 from tests.builders.checkpoints import random_checkpoint
 from tests.fakes.inference_node import FakeNode
 from tests.infra import FaultyServer
-from tests.integration.gateway.openai_calls import CHAT, chunks_of, post
+from tests.integration.gateway.openai_calls import CHAT, chunks_of, leave, post
 from tests.integration.gateway.running_gateway import RunningGateway, running_gateway
 from tests.unit.gateway.gateway_world import catalogue, llm_model
 
@@ -172,14 +172,10 @@ async def test_gauges_come_down_again(gateway: RunningGateway, node: FakeNode) -
         return sum(value for sample, _, value in await series(gateway) if sample == name)
 
     gateway.scheduler.grants_at_once = False
-    async with gateway.client() as client:
-        for _ in range(5):
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post("/v1/chat/completions", json=CHAT, timeout=0.1)
+    for number in range(1, 6):
+        await leave(gateway, CHAT, lambda count=number: len(gateway.scheduler.submitted) == count)
     gateway.scheduler.grants_at_once, node.interval_ms = True, 20
-    async with gateway.client() as client:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 400}, timeout=0.2)
+    await leave(gateway, {**CHAT, "max_tokens": 400}, lambda: node.sent > 0)
     await gateway.usage(6)
     assert await gauge("roundhouse_gateway_requests_waiting") == 0
     assert await gauge("roundhouse_gateway_requests_in_flight") == 0

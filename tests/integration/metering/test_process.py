@@ -120,11 +120,11 @@ async def test_a_bus_that_restarts_or_comes_back_empty_is_followed(
         await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready")
         for turn, empty in enumerate((False, True), start=1):
             nats_server.kill()
-            await asyncio.to_thread(wait_for, lambda: not metering.ready(), within_s=5, what="not ready")
+            await asyncio.to_thread(wait_for, lambda: not metering.ready(), within_s=30, what="not ready")
             if empty:
                 rmtree(nats_server.data)
             await asyncio.to_thread(nats_server.restart)
-            await asyncio.to_thread(wait_for, metering.ready, within_s=15, what="ready again")
+            await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready again")
             bus = await connect_bus(nats_server.url, name="test")
             await emit(bus, *(usage_facts(f"turn{turn}-{n}") for n in range(10)))
             await asyncio.to_thread(wait_for_attempts, metering, turn * 10)
@@ -146,7 +146,7 @@ async def test_events_wait_for_the_first_catalogue(nats_url: str, redis_url: str
         await asyncio.to_thread(wait_for, lambda: "usage_not_recorded" in metering.log(), within_s=20, what="held")
         assert not metering.ready()
         await put_catalogue(redis_url)
-        await asyncio.to_thread(wait_for, metering.ready, within_s=15, what="ready")
+        await asyncio.to_thread(wait_for, metering.ready, within_s=60, what="ready")
         await asyncio.to_thread(wait_for, lambda: attempts(metering) == 1, within_s=15, what="counted")
         assert metering.get("/v1/reconcile")["totals"][0]["amount"] == "0.00492"
         await bus.close()

@@ -177,14 +177,14 @@ def test_a_slot_that_is_not_the_block_asked_for_is_a_miss(
 
 
 def test_a_late_answer_is_a_miss(client: KvStoreClient, store: LyingStore) -> None:
-    """The store takes 500 ms: the lookup is over long before, and it asks no more while the store is given a rest."""
+    """The store takes 2 s: the lookup is over before, and it asks no more while the store is given a rest."""
     store.found = [store.slot(0)]
     assert numbers(client) == [0]
-    store.delay_s = 0.5
+    store.delay_s = 2.0
     begun_s = time.monotonic()
     assert numbers(client) == []
     assert numbers(client) == []
-    assert time.monotonic() - begun_s < 0.4  # far from 2 * 500 ms, with room for a loaded machine around 20 ms
+    assert time.monotonic() - begun_s < 2.0  # about 20 ms
     assert (client.statistics().failures, store.acquired) == (1, 2)
     assert LOOKUP_TIMEOUT_S < 0.1
 
