@@ -34,6 +34,7 @@ from services.kvstore.adapters.shm_arena import shm_arena
 from services.kvstore.adapters.tenant_keys import TenantKeys
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.disk_index import DiskIndex
+from services.kvstore.domain.erasure_book import ErasureBook
 from services.kvstore.domain.peer_directory import PeerDirectory
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
@@ -128,10 +129,9 @@ def _disk_key(path: str) -> bytes:
 
 
 def _late_erasures(
-    settings: KvStoreSettings, link: _BusLink, service: BlockService, clock: Clock, has_disk: bool
+    settings: KvStoreSettings, link: _BusLink, service: BlockService, clock: Clock, mark: MarkFile, book: ErasureBook
 ) -> Callable[[], Awaitable[None]]:
     """A turn that carries out what was ordered while this node was away, once there is a bus with streams."""
-    mark = MarkFile(Path(settings.data_dir) / "erasures-read" if has_disk else None)
     erasures: LateErasures | None = None
 
     async def tell(tenant: str, blocks: int) -> None:
@@ -143,7 +143,7 @@ def _late_erasures(
     async def turn() -> None:
         nonlocal erasures
         if erasures is None and isinstance(link.bus, NatsBus):
-            erasures = LateErasures(service, StreamedOrders(link.bus), mark, tell)
+            erasures = LateErasures(service, StreamedOrders(link.bus), mark, tell, book)
         if erasures is not None:
             await erasures.catch_up()
 
@@ -164,10 +164,12 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
             directory = PeerDirectory(settings.node_id)
             transport, source = _peer_transport(stack, settings, arena, incarnation)
             stack.push_async_callback(transport.close)
-            fetches = PeerTier(table, arena, transport, directory, now)
+            mark = MarkFile(Path(settings.data_dir) / "erasures-read" if disk is not None else None)
+            book = ErasureBook(mark.load())
+            fetches = PeerTier(table, arena, transport, directory, now, book)
             stack.push_async_callback(fetches.close)
             service = BlockService(table, arena, now, disk, fetches)
-            peers = PeerService(table, service, now)
+            peers = PeerService(table, service, now, book)
             counts = Counts(service.statistics, service.disk_counts, service.peer_counts, peers.counts)
             stack.enter_context(table_metrics(telemetry.REGISTRY, counts, settings.slot_bytes))
 
@@ -190,7 +192,7 @@ def application(settings: KvStoreSettings, *, bus: EventBus | None = None, clock
                     await follower.start(link.bus)
                 await erase_late()
 
-            erase_late = _late_erasures(settings, link, service, now, disk is not None)
+            erase_late = _late_erasures(settings, link, service, now, mark, book)
             lifecycle.spawn(follow(), "bus")
             readiness = Readiness("nats")
 

@@ -117,6 +117,15 @@ class BlockHead:
     length: int
     checksum: int
     model_digest: bytes
+    erasures_read: int = 0  # by the peer, when it said so; see `erasure_book`
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An erasure that was ordered: of whom, and its number."""
+
+    tenant: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +153,8 @@ class Landing(Protocol):
 class ErasureOrders(Protocol):
     """The erasures that operators have ordered, numbered from 1."""
 
-    async def after(self, sequence: int) -> tuple[int, Mapping[bytes, str]]:
-        """The newest number, and tenants by the SHA-256 of their salts that were ordered after `sequence`.
+    async def after(self, sequence: int) -> tuple[int, Mapping[bytes, Ordered]]:
+        """The newest number, and what was ordered after `sequence`, by the SHA-256 of the salts.
 
         Raises Unavailable."""
         ...

@@ -18,6 +18,7 @@ from services.kvstore.adapters.nixl_agent import NixlAgent
 from services.kvstore.adapters.nixl_peers import NixlPeers
 from services.kvstore.adapters.shm_arena import shm_arena
 from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.erasure_book import ErasureBook
 from services.kvstore.domain.records import Reserved
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
@@ -110,7 +111,8 @@ async def serving(arena: BlockArena, source: kv_pb2.TransferSource | None = None
         arena.view(place.offset, LENGTH)[:] = CONTENT[place.key]
     await service.commit(reserved.lease_id, {key: xxhash.xxh3_64_intdigest(CONTENT[key]) for key in KEYS})
     announcer, source = ChangeAnnouncer("n1", "run"), source or kv_pb2.TransferSource()
-    parts = NodeParts(service, PeerService(table, service, clock), arena, announcer, 8_192, "run", source)
+    peers = PeerService(table, service, clock, ErasureBook(7))
+    parts = NodeParts(service, peers, arena, announcer, 8_192, "run", source)
     server = grpc.aio.server()
     kv_pb2_grpc.add_KvStoreServicer_to_server(KvStoreServicer(parts), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -124,7 +126,7 @@ async def serving(arena: BlockArena, source: kv_pb2.TransferSource | None = None
 @asynccontextmanager
 async def fake_peer() -> AsyncIterator[tuple[PeerTransport, str]]:
     """The same blocks."""
-    transport = FakePeers({"peer": FakePeer(SALT, CONTENT)})
+    transport = FakePeers({"peer": FakePeer(SALT, CONTENT, erasures_read=7)})
     transport.snapshots["peer"] = PeerKeys("n1", "run", 0, frozenset(KEYS))
     yield transport, "peer"
 
@@ -162,13 +164,14 @@ async def fetched(
 
 
 async def test_blocks_come_whole_in_order_with_their_names(peer: tuple[PeerTransport, str]) -> None:
-    """4 blocks of 5,000 bytes, each with its key, checksum and model."""
+    """4 blocks of 5,000 bytes, each with its key, checksum and model, and up to which order the peer has erased."""
     basket = await fetched(peer, KEYS)
     assert basket.complete == 4
     assert [bytes(block) for block in basket.blocks] == [CONTENT[key] for key in KEYS]
     assert [(head.key, head.length, head.model_digest) for head in basket.heads] == [
         (key, LENGTH, MODEL) for key in KEYS
     ]
+    assert {head.erasures_read for head in basket.heads} == {7}
     assert basket.heads[0].checksum == xxhash.xxh3_64_intdigest(CONTENT[KEYS[0]])
 
 

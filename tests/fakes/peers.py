@@ -18,6 +18,7 @@ class FakePeer:
     fails_after: int | None = None  # blocks, and then a fault
     computing: dict[bytes, asyncio.Event] = field(default_factory=dict)  # blocks that come once this is set
     asked: list[PeerRequest] = field(default_factory=list)
+    erasures_read: int = 0
     left: int = 0  # exchanges that were given up from the other side
 
 
@@ -47,7 +48,7 @@ class FakePeers:
             if data is None or request.salt != peer.salt:
                 return
             checksum = peer.checksums.get(key, xxhash.xxh3_64_intdigest(data))
-            place = landing.begin(BlockHead(key, len(data), checksum, b"sha256:model"))
+            place = landing.begin(BlockHead(key, len(data), checksum, b"sha256:model", peer.erasures_read))
             if place is None:
                 return
             place[:] = data

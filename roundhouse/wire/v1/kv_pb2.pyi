@@ -713,6 +713,7 @@ class FetchPiece(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     ALSO_FIELD_NUMBER: _builtins.int
+    ERASURES_READ_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     length: _builtins.int
     """of the block, bytes"""
@@ -721,6 +722,8 @@ class FetchPiece(_message.Message):
     model_digest: _builtins.bytes
     data: _builtins.bytes
     """follows what came before; at most 1 MiB"""
+    erasures_read: _builtins.int
+    """of ERASURES, by the sender; in the first piece of a block"""
     @_builtins.property
     def also(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPiece]:
         """pieces after this one: small blocks come in one message. 1 MiB in all"""
@@ -734,10 +737,11 @@ class FetchPiece(_message.Message):
         model_digest: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
         also: _abc.Iterable[Global___FetchPiece] | None = ...,
+        erasures_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "checksum", b"checksum", "data", b"data", "key", b"key", "length", b"length", "model_digest", b"model_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "checksum", b"checksum", "data", b"data", "erasures_read", b"erasures_read", "key", b"key", "length", b"length", "model_digest", b"model_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -781,8 +785,11 @@ class LentBlocks(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    ERASURES_READ_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     """of the arena"""
+    erasures_read: _builtins.int
+    """of ERASURES, by the lender"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LentBlock]: ...
     def __init__(
@@ -790,10 +797,11 @@ class LentBlocks(_message.Message):
         *,
         incarnation: _builtins.str = ...,
         blocks: _abc.Iterable[Global___LentBlock] | None = ...,
+        erasures_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "erasures_read", b"erasures_read", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from roundhouse import subjects
 from roundhouse.errors import Unavailable
 from roundhouse.event_bus import NatsBus
 from roundhouse.wire.v1 import kv_pb2
+from services.kvstore.ports import Ordered
 
 log = structlog.get_logger(__name__)
 
@@ -25,14 +26,14 @@ class StreamedOrders:
         """Owns nothing."""
         self._jetstream = bus.jetstream
 
-    async def after(self, sequence: int) -> tuple[int, Mapping[bytes, str]]:
+    async def after(self, sequence: int) -> tuple[int, Mapping[bytes, Ordered]]:
         """See `ErasureOrders.after`. One request for each order: there are few."""
-        found: dict[bytes, str] = {}
+        found: dict[bytes, Ordered] = {}
         try:
             state = (await self._jetstream.stream_info(subjects.ERASURES_STREAM)).state
             for number in range(max(sequence + 1, state.first_seq), state.last_seq + 1):
                 order = await self._order(number)
-                found[order.salt_hash] = order.tenant_id
+                found[order.salt_hash] = Ordered(order.tenant_id, number)
         except NotFoundError:
             return 0, {}  # nobody has made the stream: nothing was ordered
         except (NatsError, JetStreamError, TimeoutError) as error:

@@ -14,12 +14,15 @@ PIECE_BYTES = 1 << 20  # of a message: a quarter of gRPC's default limit, large 
 PIECE_BYTES_MAX = 4 << 20  # taken from a peer of another release
 
 
-def fetch_pieces(part: Sequence[Outgoing], arena: BlockArena, bytes_max: int) -> Iterator[kv_pb2.FetchPiece]:
+def fetch_pieces(
+    part: Sequence[Outgoing], arena: BlockArena, bytes_max: int, erasures_read: int
+) -> Iterator[kv_pb2.FetchPiece]:
     """The messages of a part: one if it is several blocks, else pieces of at most `bytes_max`."""
     first = part[0].place
-    message = _filled(kv_pb2.FetchPiece(), part[0], arena, min(bytes_max, first.length))
+    head = kv_pb2.FetchPiece(erasures_read=erasures_read)
+    message = _filled(head, part[0], arena, min(bytes_max, first.length))
     for block in part[1:]:
-        _filled(message.also.add(), block, arena, block.place.length)
+        _filled(message.also.add(erasures_read=erasures_read), block, arena, block.place.length)
     yield message
     for at in range(bytes_max, first.length, bytes_max):
         with arena.view(first.offset + at, min(bytes_max, first.length - at)) as view:
@@ -59,7 +62,8 @@ class _Joined:
         data = piece.data  # each reading of it is a copy
         if piece.key:
             self.check_whole()
-            self._place = self._landing.begin(BlockHead(piece.key, piece.length, piece.checksum, piece.model_digest))
+            head = BlockHead(piece.key, piece.length, piece.checksum, piece.model_digest, piece.erasures_read)
+            self._place = self._landing.begin(head)
             self._at = 0
             if self._place is None:
                 return False

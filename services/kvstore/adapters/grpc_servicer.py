@@ -157,7 +157,7 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         bytes_max = PIECE_BYTES if request.packed else 0
         async with aclosing(self._peers.send(_wanted(request), bytes_max)) as parts:
             async for part in parts:
-                for piece in fetch_pieces(part, self._bytes, PIECE_BYTES):
+                for piece in fetch_pieces(part, self._bytes, PIECE_BYTES, self._peers.erasures_read):
                     yield piece
 
     async def Lend(self, requests: AsyncIterator[kv_pb2.LendRequest], context: Any) -> AsyncIterator[kv_pb2.LentBlocks]:

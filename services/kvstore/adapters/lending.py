@@ -15,7 +15,8 @@ async def lent_runs(
     async with aclosing(peers.lend(wanted)) as runs:
         async for run in runs:
             for part in parts_of(run.blocks, bytes_max):
-                yield kv_pb2.LentBlocks(incarnation=incarnation, blocks=[_lent(block) for block in part])
+                lent = [_lent(block) for block in part]
+                yield kv_pb2.LentBlocks(incarnation=incarnation, blocks=lent, erasures_read=peers.erasures_read)
                 if await anext(asked, None) is None:
                     return
 

@@ -119,7 +119,8 @@ def _land(run: kv_pb2.LentBlocks, data: memoryview, landing: Landing) -> bool:
     """Copy blocks to their places; False if one is not wanted."""
     at = 0
     for block in run.blocks:
-        place = landing.begin(BlockHead(block.key, block.length, block.checksum, block.model_digest))
+        head = BlockHead(block.key, block.length, block.checksum, block.model_digest, run.erasures_read)
+        place = landing.begin(head)
         if place is None:
             return False
         place[:] = data[at : at + block.length]

@@ -251,11 +251,8 @@ class DiskTier:
         if task is None:
             task = asyncio.create_task(self._promote(records, shared.salt), name="promote blocks")
             self._promotions[records[0].key] = task
-            task.add_done_callback(partial(self._promoted, records[0].key))
+            task.add_done_callback(partial(_ended, self._promotions, records[0].key))
         await asyncio.wait({task}, timeout=wait_ms / 1000)
-
-    def _promoted(self, key: bytes, _: asyncio.Task[None]) -> None:
-        del self._promotions[key]
 
     async def _promote(self, records: Sequence[DiskRecord], shared_salt: bytes) -> None:
         for _, same in groupby(records, key=lambda record: record.salt):  # a shared prefix, and then the tenant's own
@@ -326,13 +323,8 @@ class DiskTier:
         task = self._erasing.get(salt)
         if task is None:
             task = self._erasing[salt] = asyncio.create_task(self._erase(salt), name="erase a salt")
-            task.add_done_callback(partial(self._erased, salt))
+            task.add_done_callback(partial(_ended, self._erasing, salt))
         return await asyncio.shield(task)
-
-    def _erased(self, salt: bytes, task: "asyncio.Task[int]") -> None:
-        del self._erasing[salt]
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("disk_erasure_failed", text=str(task.exception()))  # its caller may have left
 
     async def _erase(self, salt: bytes) -> int:
         async with self._writing:
@@ -393,6 +385,13 @@ class DiskTier:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._parts.threads, work)
+
+
+def _ended(running: dict[bytes, asyncio.Task[Result]], key: bytes, task: asyncio.Task[Result]) -> None:
+    """A task of its own is over; who began it may have left, or waits for no more than its end."""
+    del running[key]
+    if not task.cancelled() and task.exception() is not None:
+        log.error("disk_work_failed", work=task.get_name(), error=repr(task.exception()))
 
 
 def _is_right(record: DiskRecord, view: memoryview) -> bool:

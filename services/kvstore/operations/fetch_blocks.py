@@ -16,6 +16,7 @@ import xxhash
 
 from roundhouse.clock import Clock
 from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.erasure_book import ErasureBook
 from services.kvstore.domain.peer_directory import PeerDirectory
 from services.kvstore.domain.records import (
     NOTHING_SHARED,
@@ -75,9 +76,16 @@ class PeerTier:
     """The other nodes, as a tier below memory and disk. Called on the event loop only."""
 
     def __init__(
-        self, table: BlockTable, arena: BlockArena, transport: PeerTransport, directory: PeerDirectory, clock: Clock
+        self,
+        table: BlockTable,
+        arena: BlockArena,
+        transport: PeerTransport,
+        directory: PeerDirectory,
+        clock: Clock,
+        book: ErasureBook | None = None,
     ) -> None:
         """Owns the fetches that run; whoever made the transport closes it."""
+        self._book = book or ErasureBook()
         self._table, self._arena, self._clock = table, arena, clock
         self._transport, self._directory = transport, directory
         self._running: dict[bytes, _Exchange] = {}  # by each key that it may bring
@@ -154,7 +162,9 @@ class PeerTier:
         finally:
             exchange.waiting -= 1
 
-    def _ended(self, exchange: _Exchange, _: asyncio.Task[None]) -> None:
+    def _ended(self, exchange: _Exchange, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:  # nobody waits for more than its end
+            log.error("peer_exchange_failed", error=repr(task.exception()))
         for key in exchange.keys:
             if self._running.get(key) is exchange:
                 del self._running[key]
@@ -162,6 +172,10 @@ class PeerTier:
     def _is_quiet(self, wanted: Wanted | PeerRequest) -> bool:
         now_ms = self._clock.monotonic_ms()
         return any(self._quiet_until_ms.get(salt, 0) > now_ms for salt in (wanted.salt, wanted.shared.salt))
+
+    def _may_land(self, request: PeerRequest, erasures_read: int) -> bool:
+        salts = (request.salt, request.shared.salt) if request.shared.blocks else (request.salt,)
+        return not self._is_quiet(request) and all(self._book.may_come(salt, erasures_read) for salt in salts)
 
     def _whom_to_ask(self, wanted: Wanted, have: int) -> list[str]:
         now_ms = self._clock.monotonic_ms()
@@ -182,7 +196,7 @@ class PeerTier:
             await self._fetch_from(address, request)
 
     async def _fetch_from(self, address: str, request: PeerRequest) -> None:
-        landing = SlotLanding(self._table, self._arena, self._clock, request, partial(self._is_quiet, request))
+        landing = SlotLanding(self._table, self._arena, self._clock, request, partial(self._may_land, request))
         try:
             await self._transport.fetch(address, request, landing, timeout_ms=FETCH_MS_MAX)
         except PeerFault as fault:
@@ -207,10 +221,11 @@ class SlotLanding:
         arena: BlockArena,
         clock: Clock,
         request: PeerRequest,
-        is_quiet: Callable[[], bool],
+        may_land: Callable[[int], bool],
     ) -> None:
-        """For the blocks of `request.keys` after the first `request.skip`; none once `is_quiet`: erased meanwhile."""
-        self._is_quiet = is_quiet
+        """For the blocks of `request.keys` after the first `request.skip`. `may_land` says whether they may still come
+        from who has carried out so many erasures."""
+        self._may_land = may_land
         self._table, self._arena, self._clock, self._request = table, arena, clock, request
         self._next = request.skip
         self._batch = 1
@@ -224,7 +239,9 @@ class SlotLanding:
     def begin(self, head: BlockHead) -> memoryview | None:
         """See `Landing`. Not wanted: another block than the next one, one that is here by now, one without room."""
         keys = self._request.keys
-        if self._next >= len(keys) or head.key != keys[self._next] or self.corrupt or self._is_quiet():
+        if self._next >= len(keys) or head.key != keys[self._next] or not head.length or self.corrupt:
+            return None
+        if not self._may_land(head.erasures_read):
             return None
         if head.key not in self._places:
             self._publish()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from roundhouse.clock import Clock
 from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.erasure_book import ErasureBook
 from services.kvstore.domain.holds import HoldBook
 from services.kvstore.domain.records import Acquired, BlockPlace, Holder, Shared
 from services.kvstore.operations.serve_blocks import WAIT_MS_MAX, BlockService
@@ -63,8 +64,9 @@ class SendCounts:
 class PeerService:
     """What other nodes and prefill engines ask of one node. Called on the event loop only."""
 
-    def __init__(self, table: BlockTable, service: BlockService, clock: Clock) -> None:
+    def __init__(self, table: BlockTable, service: BlockService, clock: Clock, book: ErasureBook | None = None) -> None:
         """Owns the holds."""
+        self._book = book or ErasureBook()
         self._table, self._service, self._clock = table, service, clock
         self._holds = HoldBook(table)
         self._counts = SendCounts()
@@ -119,6 +121,11 @@ class PeerService:
     def release_hold(self, salt: bytes, handle: str) -> bool:
         """End a hold; whether there was one. Idempotent."""
         return self._holds.release(salt, handle, self._now())
+
+    @property
+    def erasures_read(self) -> int:
+        """Up to which order this node has erased: who has read further takes no blocks of these tenants from it."""
+        return self._book.read_to
 
     def counts(self) -> SendCounts:
         """Counts now."""

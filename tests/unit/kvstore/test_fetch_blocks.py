@@ -3,10 +3,13 @@
 import asyncio
 import random
 from collections.abc import Callable
+from hashlib import sha256
 
 import pytest
+import structlog
 
 from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.erasure_book import ErasureBook
 from services.kvstore.domain.peer_directory import PeerDirectory
 from services.kvstore.domain.records import Acquired, Reserved, Shared
 from services.kvstore.domain.slot_arena import SlotArena
@@ -39,7 +42,8 @@ class Node:
         self.table = BlockTable(SlotArena(units * UNIT, UNIT, UNIT), "run")
         self.transport = FakePeers(dict(peers))
         self.directory = PeerDirectory("own")
-        self.tier = PeerTier(self.table, self.arena, self.transport, self.directory, self.clock)
+        self.book = ErasureBook()
+        self.tier = PeerTier(self.table, self.arena, self.transport, self.directory, self.clock, self.book)
         self.service = BlockService(self.table, self.arena, self.clock, peers=self.tier)
 
     def knows(self, address: str, keys: list[bytes]) -> None:
@@ -160,6 +164,41 @@ async def test_nothing_of_an_erased_tenant_comes_back_at_once() -> None:
     assert await node.found(peers=("p",)) == 0
     node.clock.advance(ERASED_QUIET_MS)
     assert await node.found(peers=("p",)) == 10
+
+
+async def test_who_has_not_carried_out_an_erasure_yet_gives_nothing_of_that_tenant() -> None:
+    """The peer was away when order 8 came, and is back after this node's quiet time: nothing of the erased tenant comes
+    from it, nor what lies below a group's beginning; other tenants' blocks do. Once it has read the order, all do."""
+    node = Node(p=peer_with(KEYS), other=peer_with(KEYS, OTHER_SALT))
+    node.book.enter({sha256(SALT).digest(): 8})
+    assert await node.found(peers=("p",)) == 0
+    assert await node.found(peers=("p",), shared=Shared(b"group", 3)) == 0
+    assert await node.found(peers=("other",), salt=OTHER_SALT) == 10
+    await node.service.erase_salt(OTHER_SALT)
+    node.transport.peers["p"].erasures_read = 8
+    assert await node.found(peers=("p",)) == 10
+
+
+async def test_what_nobody_expected_of_a_peer_is_a_miss_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transport fails by no fault that it knows: the request goes on, nothing stays leased, and the log has it."""
+    node = Node(p=peer_with(KEYS))
+
+    async def broken(*_: object, **__: object) -> None:
+        raise KeyError("unexpected")
+
+    monkeypatch.setattr(node.transport, "fetch", broken)
+    with structlog.testing.capture_logs() as logs:
+        assert await node.found(peers=("p",)) == 0
+        await asyncio.sleep(0)
+    assert [entry["event"] for entry in logs] == ["peer_exchange_failed"]
+    assert node.service.statistics().leases == 0
+
+
+async def test_a_peer_that_speaks_of_empty_blocks_is_a_miss() -> None:
+    """A block of no bytes is none."""
+    node = Node(p=FakePeer(SALT, dict.fromkeys(KEYS, b"")))
+    assert await node.found(peers=("p",)) == 0
+    assert node.service.statistics().leases == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
