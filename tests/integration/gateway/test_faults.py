@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,10 @@ async def test_callers_make_no_labels(gateway: RunningGateway) -> None:
     assert len(list(await series(gateway))) - before <= 10
 
 
+def _has_submitted(gateway: RunningGateway, count: int) -> bool:
+    return len(gateway.scheduler.submitted) == count
+
+
 async def test_gauges_come_down_again(gateway: RunningGateway, node: FakeNode) -> None:
     """Case B46: callers who leave the queue and the stream lower what they raised; started = the sum of endings."""
 
@@ -173,7 +178,7 @@ async def test_gauges_come_down_again(gateway: RunningGateway, node: FakeNode) -
 
     gateway.scheduler.grants_at_once = False
     for number in range(1, 6):
-        await leave(gateway, CHAT, lambda count=number: len(gateway.scheduler.submitted) == count)
+        await leave(gateway, CHAT, partial(_has_submitted, gateway, number))
     gateway.scheduler.grants_at_once, node.interval_ms = True, 20
     await leave(gateway, {**CHAT, "max_tokens": 400}, lambda: node.sent > 0)
     await gateway.usage(6)

@@ -254,14 +254,13 @@ async def test_loads_and_unloads_are_audited(
     async with loader:
         await loader.load(one, reason="demand")
         await loader.load(two, first=[one], reason="demand")
-        await asyncio.sleep(0.3)
-    bus = await NatsBus.connect(nats_url, name="test")
-    try:
-        subscription = await bus.jetstream.pull_subscribe("rh.v1.audit.>", stream="AUDIT")
-        messages = [message for _ in range(3) for message in await subscription.fetch(1, timeout=30)]
-        events = [events_pb2.AuditEvent.FromString(message.data) for message in messages]
-    finally:
-        await bus.close()
+        bus = await NatsBus.connect(nats_url, name="test")
+        try:
+            subscription = await bus.jetstream.pull_subscribe("rh.v1.audit.>", stream="AUDIT")
+            messages = [message for _ in range(3) for message in await subscription.fetch(1, timeout=30)]
+            events = [events_pb2.AuditEvent.FromString(message.data) for message in messages]
+        finally:
+            await bus.close()
     assert [(event.what, event.subject, event.reason) for event in events] == [
         ("load", "one", "demand"),
         ("unload", "one", "evicted"),
