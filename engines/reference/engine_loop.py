@@ -148,12 +148,15 @@ class EngineLoop:
             del self._replies[request_id]
 
     def _look_for_cancelled(self) -> None:
-        gone = [request_id for request_id, reply in list(self._replies.items()) if reply.is_cancelled()]
-        if gone:
-            replies = [self._replies[request_id] for request_id in gone]
-            self._drop(gone)
-            for reply in replies:
-                reply.abandoned()
+        for request_id, reply in list(self._replies.items()):
+            try:
+                if reply.is_cancelled():
+                    self._drop([request_id])
+                    reply.abandoned()
+            except Exception as error:  # noqa: BLE001 - one broken reply must not stop the others
+                self._report(f"reply failed: {error!r}")
+                if request_id in self._replies:
+                    self._drop([request_id])
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -83,18 +83,29 @@ class _ReadLease:
         reply: kv_pb2.AcquirePrefixReply,
         keys: Sequence[bytes],
         give_back: Callable[[kv_pb2.ReleaseLeaseRequest], None],
+        ends_s: float,
     ) -> None:
+        self._ends_s = ends_s
         self._arena, self._reply, self._keys, self._give_back = arena, reply, keys, give_back
         self._request = kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id)
 
     def verified(self, copied: int) -> int:
-        """How many of the first `copied` blocks lie in the arena as they were written."""
+        """How many of the first `copied` blocks lie in the arena as they were written; none after the lease's time.
+
+        A slot may have held another block while it was copied, and the same one, read from a disk, again by now."""
+        if time.monotonic() > self._ends_s:
+            return 0
         length = self._reply.length
         for number in range(copied):
             if not self._arena.is_right(self._reply.offsets[number], length, self._reply.checksums[number]):
                 self._request.corrupt_keys.append(self._keys[number])
                 return number
         return copied
+
+    @property
+    def found_wrong(self) -> bool:
+        """Whether a block was not as it was written."""
+        return bool(self._request.corrupt_keys)
 
     def release(self) -> None:
         """Let the worker end the lease."""
@@ -204,8 +215,9 @@ class KvStoreClient:
             hold=space.hold,
             packed=True,
         )
+        ends_s = time.monotonic() + READ_LEASE_MS / 1000  # it begins later, so it ends later
         reply = self._stub.AcquirePrefix(request, timeout=LOOKUP_TIMEOUT_S + patience_ms / 1000)
-        lease = _ReadLease(arena, reply, keys, self._give_back)
+        lease = _ReadLease(arena, reply, keys, self._give_back, ends_s)
         fits = reply.length == self._shape.nbytes and len(reply.offsets) == len(reply.checksums) <= len(keys)
         usable = self._is_current(arena, reply.incarnation) and fits
         blocks = self._views(arena, reply) if usable else ()
@@ -216,7 +228,7 @@ class KvStoreClient:
 
         def verified(copied: int) -> int:
             right = lease.verified(copied)
-            self._count(corrupt=int(right < copied), hits=right - len(blocks))
+            self._count(corrupt=int(lease.found_wrong), hits=right - len(blocks))
             return right
 
         return CachedPrefix(blocks, lease.release, verified, reply.more)

@@ -42,6 +42,7 @@ class FoundRun:
     length: int
     offsets: tuple[int, ...] = ()
     checksums: tuple[int, ...] = ()
+    ends_s: float = 0.0  # monotonic, of this machine; later a slot may hold another block
 
 
 NOTHING_FOUND = FoundRun("", "", 0)
@@ -69,12 +70,14 @@ class StoreLink:
         request = kv_pb2.AcquirePrefixRequest(
             salt=salt, keys=keys, client_id=self._client_id, lease_ms=READ_LEASE_MS, packed=True
         )
+        ends_s = time.monotonic() + READ_LEASE_MS / 1000
         try:
             reply = self._stub.AcquirePrefix(request, timeout=LOOKUP_TIMEOUT_S)
         except grpc.RpcError:
             self._failed()
             return NOTHING_FOUND
-        return FoundRun(reply.lease_id, reply.incarnation, reply.length, tuple(reply.offsets), tuple(reply.checksums))
+        offsets, checksums = tuple(reply.offsets), tuple(reply.checksums)
+        return FoundRun(reply.lease_id, reply.incarnation, reply.length, offsets, checksums, ends_s)
 
     def read(self, run: FoundRun, number: int, copy: Callable[[Bytes], None]) -> bool:
         """Hand block `number` of a run to `copy`, in place; whether what was copied is right."""
@@ -87,7 +90,7 @@ class StoreLink:
         except ValueError:
             right = False
         self.corrupt += not right
-        return right
+        return right and time.monotonic() <= run.ends_s  # else it may be right by now only
 
     def release(self, run: FoundRun) -> None:
         """End a lease in the background; it ends by itself otherwise."""
@@ -123,12 +126,13 @@ class StoreLink:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except (grpc.RpcError, OSError, ValueError):
+            except Exception:  # noqa: BLE001 - the worker outlives every fault of the store
                 self._failed()
             finally:
                 self._work.task_done()
 
     def _save(self, plan: SavePlan, blocks: Sequence[Bytes], model_digest: bytes) -> None:
+        ends_s = time.monotonic() + WRITE_LEASE_MS / 1000  # of a lease that begins later, so ends later
         reply = self._stub.ReserveBlocks(
             kv_pb2.ReserveBlocksRequest(
                 salt=plan.salt,
@@ -144,7 +148,6 @@ class StoreLink:
         if not reply.lease_id:
             return
         arena, by_key = self._mapped(reply.incarnation), dict(zip(plan.keys, blocks, strict=True))
-        ends_s = time.monotonic() + WRITE_LEASE_MS / 1000
         for slot in reply.slots:
             if arena is None or time.monotonic() > ends_s:
                 self._stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id), timeout=CALL_TIMEOUT_S)

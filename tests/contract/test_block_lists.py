@@ -12,6 +12,7 @@ from roundhouse.errors import Unavailable
 from roundhouse.grpc_edge import GrpcServer
 from roundhouse.vocabulary import NodeId
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc, loading_pb2
+from services.scheduler.adapters import grpc_kvstores
 from services.scheduler.adapters.grpc_kvstores import GrpcBlockLists
 from services.scheduler.domain.prefix_index import PrefixIndex
 from services.scheduler.operations.blocks import BlockFollower
@@ -72,6 +73,20 @@ async def test_a_kvstore_that_is_away_is_unavailable(setting: Setting) -> None:
     async with setting() as (lists, _):
         with pytest.raises(Unavailable):
             await lists.list_blocks("127.0.0.1:1")
+
+
+async def test_a_kvstore_that_does_not_answer_in_time_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs: the one error that the port names, so that its follower asks again."""
+    monkeypatch.setattr(grpc_kvstores, "TIMEOUT_S", 0.05)
+
+    async def hang(*_: object) -> AsyncIterator[kv_pb2.SnapshotPart]:
+        await asyncio.Event().wait()
+        yield kv_pb2.SnapshotPart()
+
+    monkeypatch.setattr(_KvStore, "Snapshot", hang)
+    async with over_grpc() as (lists, address):
+        with pytest.raises(Unavailable):
+            await lists.list_blocks(address)
 
 
 async def test_a_follower_asks_once_for_what_it_lost(setting: Setting) -> None:

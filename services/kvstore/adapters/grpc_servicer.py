@@ -17,6 +17,7 @@ from services.kvstore.adapters.fetch_pieces import PIECE_BYTES, fetch_pieces
 from services.kvstore.adapters.lending import lent_runs
 from services.kvstore.adapters.wire_checks import (
     KEYS_MAX,
+    check_digest,
     check_keys,
     check_salt,
     holder_of,
@@ -99,8 +100,11 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         """Slots to write into; none if refused. Raises InvalidInput."""
         check_salt(request.salt)
         keys = check_keys(request.keys, RESERVE_KEYS_MAX)
+        check_digest(request.model_digest)
         if request.parent_key:
             check_keys([request.parent_key], 1)
+        if request.parent_salt:
+            check_salt(request.parent_salt, "parent_salt")
         if not request.length:
             raise InvalidInput("a block has at least one byte", param="length")
         new = NewBlocks(

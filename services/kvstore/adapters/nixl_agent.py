@@ -68,7 +68,7 @@ class _Buffer:
 class _Reading:
     """One read. Touched by the agent's thread only, once it has begun."""
 
-    buffer: _Buffer
+    buffer: _Buffer | None = None  # until the thread has given it one
     handle: Any = None
     state: str = ""
 
@@ -121,14 +121,16 @@ class NixlAgent:
         if any(offset + length > source.nbytes for offset, length in spans):
             raise PeerFault("a block outside of the peer's arena")
         async with self._reads:
-            reading = _Reading(await self._call(self._take, sum(length for _, length in spans)))
+            reading = _Reading()
             try:
+                await self._call(self._take, reading, sum(length for _, length in spans))
                 await self._call(self._post, reading, source, spans)
                 while reading.state == "PROC":
                     await asyncio.sleep(LOOK_S)
                     await self._call(self._look, reading)
                 if reading.state != "DONE":
                     raise PeerFault("NIXL could not read")
+                assert reading.buffer is not None
                 with memoryview(reading.buffer.memory) as view:
                     yield view
             finally:  # in the order of the thread: after whatever of this read is still to be done there
@@ -165,18 +167,18 @@ class NixlAgent:
     def _register(self, segment: str, address: int, nbytes: int, device: int) -> Any:
         return self._agent.register_memory([(address, nbytes, device, "")], segment, backends=[self._backend])
 
-    def _take(self, nbytes: int) -> _Buffer:
-        """A buffer of at least `nbytes`."""
-        for reading in tuple(self._stuck):
-            self._stuck.remove(reading)
-            self._give_back(reading)
+    def _take(self, reading: _Reading, nbytes: int) -> None:
+        """Give a read a buffer of at least `nbytes`."""
+        for stuck in tuple(self._stuck):
+            self._stuck.remove(stuck)
+            self._give_back(stuck)
         if len(self._stuck) >= STUCK_MAX:
             raise PeerFault("reads that were given up have not ended")
         buffer = self._free.pop() if self._free else None
         if buffer is not None and buffer.nbytes < nbytes:
             self._agent.deregister_memory(buffer.registered, backends=[self._backend])
             buffer = None
-        return buffer or self._new_buffer(max(nbytes, BUFFER_BYTES))
+        reading.buffer = buffer or self._new_buffer(max(nbytes, BUFFER_BYTES))
 
     def _new_buffer(self, nbytes: int) -> _Buffer:
         memory = mmap.mmap(-1, nbytes)
@@ -184,6 +186,7 @@ class NixlAgent:
         return _Buffer(memory, address, self._register("DRAM", address, nbytes, 0))
 
     def _post(self, reading: _Reading, source: Source, spans: Sequence[tuple[int, int]]) -> None:
+        assert reading.buffer is not None
         at, here, there = reading.buffer.address, [], []
         for offset, length in spans:
             here.append((at, length, 0))
@@ -220,7 +223,8 @@ class NixlAgent:
         except Exception:  # noqa: BLE001 - NIXL's errors have no common class; a peer that died: nobody writes any more
             log.debug("nixl_read_failed")
         reading.handle = None
-        self._free.append(reading.buffer)
+        if reading.buffer is not None:
+            self._free.append(reading.buffer)
 
     async def _call(self, work: Callable[..., T], *details: object) -> T:
         try:

@@ -9,6 +9,7 @@ from services.kvstore.domain.records import NOTHING_SHARED, Holder, Shared
 
 KEYS_MAX = 65_536  # a prompt of a million tokens in blocks of 16
 SALT_BYTES_MAX = 256
+DIGEST_BYTES_MAX = 256  # as a header on disk holds
 CLIENT_ID_CHARACTERS_MAX = 128
 SNAPSHOT_KEY_BYTES_MIN = 8  # fewer would often be another key's
 
@@ -17,6 +18,12 @@ def check_salt(salt: bytes, param: str = "salt") -> None:
     """Raises InvalidInput."""
     if not salt or len(salt) > SALT_BYTES_MAX:
         raise InvalidInput(f"1 to {SALT_BYTES_MAX} bytes are expected", param=param)
+
+
+def check_digest(digest: bytes) -> None:
+    """Raises InvalidInput."""
+    if len(digest) > DIGEST_BYTES_MAX:
+        raise InvalidInput(f"at most {DIGEST_BYTES_MAX} bytes are expected", param="model_digest")
 
 
 def check_keys(keys: Iterable[bytes], count_max: int) -> tuple[bytes, ...]:

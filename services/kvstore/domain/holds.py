@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.records import NOTHING_SHARED, Acquired, Holder, Missed, Shared
 
+HOLDS_MIN = 64  # not looked through for ended ones
+
 
 class HoldBook:
     """The holds over one table."""
@@ -17,6 +19,7 @@ class HoldBook:
         """Nothing is held."""
         self._table = table
         self._leases: dict[tuple[bytes, str], str] = {}
+        self._look_at = HOLDS_MIN
 
     def hold(
         self, salt: bytes, keys: Sequence[bytes], handle: Holder, now_ms: int, shared: Shared = NOTHING_SHARED
@@ -30,6 +33,8 @@ class HoldBook:
         assert isinstance(outcome, Acquired)
         self.release(salt, handle.client_id, now_ms)
         self._leases[salt, handle.client_id] = outcome.lease_id
+        if len(self._leases) > self._look_at:  # those that ended by themselves leave nothing else behind
+            self._look_at = HOLDS_MIN + 2 * self.count()
         return len(outcome.blocks)
 
     def release(self, salt: bytes, handle: str, now_ms: int) -> bool:
@@ -40,6 +45,11 @@ class HoldBook:
         alive = self._table.is_open(lease_id)
         self._table.release(lease_id, now_ms)
         return alive
+
+    @property
+    def remembered(self) -> int:
+        """Holds that have not ended, and some that have."""
+        return len(self._leases)
 
     def count(self) -> int:
         """Holds that have not ended. O(holds)."""

@@ -6,6 +6,7 @@ have a gap is `lost` until a snapshot mends it; what is known of it stays in use
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 PREFIX_BYTES = 8  # of a SHA-256 key: among 10^7 blocks two begin alike with a chance of 3 in a million
 KEYS_A_NODE_MAX = 1_000_000  # a guess: 80 MB here; beyond it later blocks of that node are not known
@@ -70,7 +71,7 @@ class PeerDirectory:
         if node is None or (node.incarnation == incarnation and node.sequence > sequence):
             return
         node.incarnation, node.sequence, node.lost = incarnation, sequence, False
-        node.keys = {key[:PREFIX_BYTES] for key in keys}
+        node.keys = {key[:PREFIX_BYTES] for key in islice(keys, KEYS_A_NODE_MAX)}
 
     def lost(self) -> list[tuple[str, str]]:
         """Ids and addresses of nodes of which a snapshot is needed."""

@@ -200,7 +200,9 @@ class PeerTier:
         try:
             await self._transport.fetch(address, request, landing, timeout_ms=FETCH_MS_MAX)
         except PeerFault as fault:
-            self._resting_until_ms[address] = self._clock.monotonic_ms() + REST_MS
+            now_ms = self._clock.monotonic_ms()
+            resting = {peer: until for peer, until in self._resting_until_ms.items() if until > now_ms}
+            self._resting_until_ms = {**resting, address: now_ms + REST_MS}
             self._count(failures=1)
             log.warning("peer_fault", peer=address, text=str(fault))
         finally:

@@ -109,7 +109,7 @@ class BlockService:
     async def release(self, lease_id: str, suspected: Sequence[bytes] = ()) -> None:
         """End a lease. Blocks of it that its reader found to be wrong are looked at again first. Idempotent."""
         places = self._table.places(lease_id) if suspected else {}
-        wrong = [places[key] for key in suspected if key in places]
+        wrong = [places[key] for key in dict.fromkeys(suspected) if key in places]
         found = await self._checksums(wrong)
         for place in wrong:
             if self._table.places(lease_id).get(place.key) == place:  # still held, so nobody else writes there

@@ -2,7 +2,8 @@
 
 import grpc
 
-from roundhouse.grpc_edge import from_rpc_error, open_channel
+from roundhouse.errors import Unavailable
+from roundhouse.grpc_edge import open_channel
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 from services.scheduler.ports import BlockList
 
@@ -28,7 +29,7 @@ class GrpcBlockLists:
                 incarnation, sequence, size = part.incarnation, part.sequence, part.key_bytes or KEY_BYTES
                 keys += (part.keys[start : start + size] for start in range(0, len(part.keys), size))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "the block list") from error
+            raise Unavailable(f"the block list: {error.code().name}") from error
         return BlockList(incarnation, sequence, tuple(keys))
 
     async def close(self) -> None:

@@ -112,6 +112,29 @@ def test_a_reply_that_raises_ends_its_own_request_only(
     assert len(reports) == 1
 
 
+@pytest.mark.parametrize("fault", ["is_cancelled", "abandoned"])
+def test_a_caller_that_cannot_even_be_left_ends_its_own_request_only(
+    model: LoadedModel, loop: EngineLoop, reports: list[str], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Triton fails when it is asked whether a caller is gone, or told that it is: reported; the others go on."""
+    broken, well = RecordingReply(), RecordingReply()
+    raised = Flag()
+
+    def fail() -> bool:
+        raised.set()
+        raise RuntimeError("the response sender is closed")
+
+    monkeypatch.setattr(broken, fault, fail)
+    broken.cancelled.set()
+    loop.submit(make_request(model, "x", max_tokens=400, ignore_eos=True), broken)
+    assert raised.wait(LIMIT_S)
+    loop.submit(make_request(model, "x", max_tokens=50, ignore_eos=True), well)
+    assert well.ended.wait(LIMIT_S)
+    assert len(well.token_ids) == 50
+    assert reports
+    assert model.engine.statistics().running == 0
+
+
 def test_a_step_that_raises_fails_what_runs_and_the_loop_goes_on(
     model: LoadedModel, loop: EngineLoop, reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from engines.reference import kvstore_client
 from engines.reference.kv_cache import BlockArray, BlockShape, BlockSpace, open_block_store
 from engines.reference.kvstore_client import COOL_DOWN_S, LOOKUP_TIMEOUT_S, KvStoreClient
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
@@ -187,6 +188,24 @@ def test_a_late_answer_is_a_miss(client: KvStoreClient, store: LyingStore) -> No
     assert time.monotonic() - begun_s < 2.0  # about 20 ms
     assert (client.statistics().failures, store.acquired) == (1, 2)
     assert LOOKUP_TIMEOUT_S < 0.1
+
+
+def test_what_is_copied_after_the_lease_has_ended_is_a_miss(
+    client: KvStoreClient, store: LyingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 11: the request waited longer for its place than its lease lasts. Meanwhile the slot may have held
+    another block and, read again from a disk, this one: that the checksum is right by now says nothing of the copy."""
+    monkeypatch.setattr(kvstore_client, "READ_LEASE_MS", 1)
+    store.found = [store.slot(0)]
+    prefix = client.lookup(SPACE, KEYS)
+    assert len(prefix.blocks) == 1
+    lease_ends_s = time.monotonic() + 0.001
+    while time.monotonic() <= lease_ends_s:
+        pass
+    assert prefix.verified(1) == 0
+    prefix.release()
+    assert client.flush(5)
+    assert [list(request.corrupt_keys) for request in store.released] == [[]]
 
 
 def test_a_client_without_a_store_misses_and_drops() -> None:

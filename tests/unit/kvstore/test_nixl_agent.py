@@ -2,6 +2,7 @@
 one is held to the contract in tests/contract/test_peer_transport.py, where it is installed."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -154,3 +155,28 @@ def test_without_nixl_the_process_does_not_start(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nixl_agent, "_module", lambda: None)
     with pytest.raises(Unavailable, match="pip install"):
         NixlAgent("nixl-ucx", "near")
+
+
+async def test_a_read_that_is_given_up_before_it_begins_loses_no_buffer(agent: NixlAgent, played: PlayedNixl) -> None:
+    """Cancelled while the agent's thread looks for a buffer for it, 3 times: the next read needs no more than 1."""
+    for _ in range(3):
+        busy, go_on = threading.Event(), threading.Event()
+
+        def register(*_: object, busy=busy, go_on=go_on, **__: object) -> object:  # type: ignore[no-untyped-def]
+            busy.set()
+            assert go_on.wait(30)
+            played.registered += 1
+            return object()
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(played, "register_memory", register)
+            task = asyncio.create_task(_read(agent))
+            if not played.registered:
+                assert await asyncio.to_thread(busy.wait, 30)
+            else:
+                await asyncio.sleep(0)
+            task.cancel()
+            go_on.set()
+            await asyncio.gather(task, return_exceptions=True)
+    await ended_read(agent, played)
+    assert played.registered == 1

@@ -1,5 +1,8 @@
 """The directory of other nodes: who has what, and when it must ask again."""
 
+import pytest
+
+from services.kvstore.domain import peer_directory
 from services.kvstore.domain.peer_directory import PeerDirectory
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
@@ -90,3 +93,13 @@ def test_a_node_without_a_kvstore_is_nobody() -> None:
     directory.heard("a", "run1", 1, KEYS[:1], [])
     directory.node_seen("a", "", 1)
     assert (directory.holders(KEYS), directory.keys_known()) == ([], 0)
+
+
+def test_a_node_with_more_blocks_than_are_kept_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 keys in a snapshot the first 4 are kept, and no later ones."""
+    monkeypatch.setattr(peer_directory, "KEYS_A_NODE_MAX", 4)
+    directory = PeerDirectory("own")
+    directory.node_seen("n1", "address", 0)
+    directory.snapshot("n1", "run", 1, [b"%08d" % number for number in range(10)])
+    directory.heard("n1", "run", 2, [b"%08d" % number for number in range(10, 20)], [])
+    assert directory.keys_known() == 4

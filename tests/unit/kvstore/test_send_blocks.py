@@ -4,6 +4,7 @@ import asyncio
 from contextlib import aclosing
 
 from services.kvstore.domain.block_table import BlockTable
+from services.kvstore.domain.holds import HOLDS_MIN, HoldBook
 from services.kvstore.domain.records import NOTHING_SHARED, Holder, Missed, Reserved
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.send_blocks import PeerService
@@ -176,3 +177,14 @@ async def test_what_a_peer_waits_for_is_held_as_it_is_stored() -> None:
             assert [(await third)[0].place.key, (await anext(blocks))[0].place.key] == keys[2:]
         assert [block async for block in blocks] == []
     assert (node.peers.counts().holds, node.service.statistics().leases) == (0, 0)
+
+
+async def test_holds_that_ended_by_themselves_are_forgotten_though_nobody_counts_them() -> None:
+    """Each of 1,000 requests holds a chain for 10 s and is never heard of again: no more than a few are remembered."""
+    node, keys = Node(), chain("a", 1)
+    store(node.table, keys)
+    book = HoldBook(node.table)
+    for number in range(1_000):
+        book.hold(SALT, keys, Holder(f"request-{number}/1", lease_ms=10_000), node.clock.monotonic_ms())
+        node.clock.advance(10_000)
+    assert book.remembered <= 2 * HOLDS_MIN
