@@ -204,6 +204,16 @@ async def test_nobody_there_is_a_fault(peer: tuple[PeerTransport, str]) -> None:
         await peer[0].snapshot("127.0.0.1:1", 8, timeout_ms=500)
 
 
+async def test_a_peer_that_keeps_one_waiting_is_a_fault_when_the_time_is_up() -> None:
+    """It waits for a fifth block that nobody computes, longer than it is given; the 4 that came stay."""
+    async with grpc_peer() as (transport, address):
+        basket = Basket()
+        request = PeerRequest(SALT, (*KEYS, b"x" * 32), 0, 10_000, hold="request-1/1")
+        with pytest.raises(PeerFault):
+            await transport.fetch(address, request, basket, timeout_ms=500)
+    assert basket.complete == 4
+
+
 async def test_a_snapshot_has_every_key_and_its_sequence(peer: tuple[PeerTransport, str]) -> None:
     """8 bytes of each."""
     found = await peer[0].snapshot(peer[1], 8, timeout_ms=30_000)
