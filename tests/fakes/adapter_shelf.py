@@ -17,6 +17,7 @@ class FakeShelf:
     puts: list[Digest] = field(default_factory=list)
     size: int = 10
     full: bool = False
+    turns: int = 1  # of the event loop that a copy takes
 
     async def start(self) -> Mapping[Digest, int]:
         """See `AdapterShelf.start`."""
@@ -28,7 +29,8 @@ class FakeShelf:
 
     async def put(self, digest: Digest, source: Path) -> None:
         """See `AdapterShelf.put`."""
-        await asyncio.sleep(0)
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
         if self.full:
             raise Unavailable("no memory is left")
         if digest not in self.held:

@@ -11,7 +11,7 @@ has changed, and engines fill their slots again from host memory. Decision: docs
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -232,10 +232,9 @@ class Adapters:
             assert not isinstance(ledger, NoRoom), "room was made"
             self._stock.host = ledger
             try:
-                await asyncio.shield(self._shelf.put(digest, source))
+                await _whole(self._shelf.put(digest, source))
             except BaseException as error:
-                await asyncio.shield(self._shelf.remove(digest))
-                self._stock.host = self._stock.host.release(digest)
+                await _whole(self._off_the_shelf(digest))
                 if isinstance(error, Unavailable):
                     log.warning("adapter_not_shelved", reason=error.message)
                     return False  # it is used from disk
@@ -246,17 +245,16 @@ class Adapters:
 
     async def _make_room(self, size: int, heir: Digest, *, evicting: bool) -> bool:
         """Least recently used first; what an engine was just told of stays."""
+        stays: set[Digest] = set()
         while self._stock.host.free < size:
             if not evicting:
                 return False
-            unused = [each for each in self._stock.shelved if self._may_unshelve(each)]
+            unused = [each for each in self._stock.shelved - stays if self._may_unshelve(each)]
             if not unused:
                 return False
             oldest = min(unused, key=lambda each: (self._stock.used_ms.get(each, 0), each))
-            adapters = self._library.adapters().values()
-            name = next((each.name for each in adapters if each.digest == oldest), None)
-            self._leavers.leave_shelf(name, oldest, heir)
-            await self._unshelve(oldest)
+            if not await self._unshelve(oldest, heir):
+                stays.add(oldest)
         return True
 
     def _may_unshelve(self, digest: Digest) -> bool:
@@ -265,15 +263,29 @@ class Adapters:
             return False
         return digest not in self._stock.promised_until_ms or digest in self._node.on_disk
 
-    async def _unshelve(self, digest: Digest) -> None:
+    async def _unshelve(self, digest: Digest, heir: Digest | None = None) -> bool:
+        """Whether it has left; it stays if somebody was promised it by a link that cannot lead to the disk now."""
         self._stock.shelved.discard(digest)
         try:
             if digest in self._node.on_disk:
                 await self._berthing.follow(digest, await self._caches.path(digest))
-        except Unavailable:
+        except RoundhouseError as error:
+            log.warning("adapter_not_on_disk", reason=error.message)
+            if digest in self._stock.promised_until_ms:
+                self._stock.shelved.add(digest)
+                return False
+        except BaseException:
             self._stock.shelved.add(digest)
             raise
-        await asyncio.shield(self._shelf.remove(digest))
+        if heir is not None:
+            adapters = self._library.adapters().values()
+            name = next((each.name for each in adapters if each.digest == digest), None)
+            self._leavers.leave_shelf(name, digest, heir)
+        await _whole(self._off_the_shelf(digest))
+        return True
+
+    async def _off_the_shelf(self, digest: Digest) -> None:
+        await self._shelf.remove(digest)
         self._stock.host = self._stock.host.release(digest)
 
     def _keep(self, digest: Digest) -> None:
@@ -295,11 +307,11 @@ class Adapters:
         for pair in [pair for pair in self._stock.misfits if pair[0] not in self._stock.declared]:
             del self._stock.misfits[pair]
         async with self._shelving:
-            for digest in filter(self._may_unshelve, self._stock.shelved - self._stock.declared):
-                await self._unshelve(digest)
+            gone = self._stock.shelved - self._stock.declared
+            left = [await self._unshelve(digest) for digest in gone if self._may_unshelve(digest)]
         for digest in self._stock.used_ms.keys() - self._stock.declared:
             del self._stock.used_ms[digest]
-        self._seen = adapters
+        self._seen = adapters if all(left) else None  # else it is looked at again
 
     async def _stage_ahead(self) -> None:
         """One after the other, while there is room without sending anybody away."""
@@ -352,3 +364,13 @@ class Adapters:
             self._callers[digest] -= 1
             if not self._callers[digest]:
                 del self._busy[digest], self._callers[digest]
+
+
+async def _whole(work: Coroutine[None, None, None]) -> None:
+    """Do it to its end. Cancelled: first it ends, so that nobody meets half of it, and then this does."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -99,8 +99,9 @@ class Berthing:
 
     async def follow(self, digest: Digest, path: Path) -> None:
         """It is to be found at another place. Raises Unavailable."""
-        for berths in self._berths.values():
-            if digest in berths.taken:
+        for name in list(self._berths):
+            berths = self._berths.get(name)  # instances come and go meanwhile
+            if berths is not None and digest in berths.taken:
                 await self._board.point(berths, berths.taken[digest], path)
 
     def turn(self) -> None:

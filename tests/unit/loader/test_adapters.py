@@ -208,3 +208,50 @@ async def test_a_shelf_without_memory_is_no_failure(node: SmallNode) -> None:
     node.shelf.full = True
     assert not (await ensure(node, adapter)).in_host
     assert (node.node.adapters.host.resident, node.node.adapters.host.reserved) == (0, 0)
+
+
+def check_shelf(node: SmallNode) -> None:
+    """What lies in host memory is what the account holds and what may be named or leave."""
+    stock = node.node.adapters
+    assert set(node.shelf.held) == stock.shelved == set(stock.host.holdings)
+    assert stock.host.reserved == 0
+
+
+@on_a_small_node(BASE, adapter_bytes=25)
+async def test_a_caller_that_leaves_at_any_moment_leaves_no_byte_behind(node: SmallNode) -> None:
+    """Two of three fit. Whoever asks for the third is gone after 0, 1, 2 … turns of the loop, amid its way in or amid
+    the way out of the one that makes room: nothing lies there that nobody answers for; the next caller is served."""
+    await node.load(BASE)
+    adapters = declare(node, 3)
+    node.shelf.turns = 5
+    for turns in range(40):
+        for adapter in adapters:
+            await node.clock.sleep_ms(KEEP_MS)
+            await node.adapters.turn()
+            asking = asyncio.create_task(ensure(node, adapter))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await node.clock.sleep_ms(1)
+            check_shelf(node)
+    await node.clock.sleep_ms(KEEP_MS)
+    await node.adapters.turn()
+    assert [(await ensure(node, adapter)).in_host for adapter in adapters] == [True, True, False]
+
+
+@on_a_small_node(BASE, adapter_bytes=25)
+async def test_a_copy_on_disk_that_somebody_deleted_keeps_nobody_out_of_host_memory(node: SmallNode) -> None:
+    """The one that has to leave cannot be found on disk: it just leaves, and is fetched again when it is wanted."""
+    await node.load(BASE)
+    one, two, three = declare(node, 3)
+    for adapter in (one, two):
+        await ensure(node, adapter)
+        await node.clock.sleep_ms(1)
+    del node.cache.cached[one.digest]
+    await node.clock.sleep_ms(KEEP_MS)
+    await node.adapters.turn()
+    assert (await ensure(node, three)).in_host
+    check_shelf(node)
+    assert (await ensure(node, one)).in_host  # the second one makes room
+    assert node.cache.copies.count(one.digest) == 2

@@ -7,11 +7,12 @@ import msgspec
 
 from roundhouse.catalogue.records import Adapter, Engine, Model
 from roundhouse.errors import CapacityExhausted, InvalidInput, RoundhouseError, Unavailable
+from roundhouse.vocabulary import Digest
 from services.loader.domain.berths import LEAST_BERTHS, AllTaken, Berths, berths_for
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.adapters import KEEP_MS, AdapterPlace
-from services.loader.operations.berthing import REQUEST_MS_MAX
+from services.loader.operations.berthing import REQUEST_MS_MAX, Berthing
 from tests.builders.small_node import SmallNode, on_a_small_node, outcome, small_model, small_node, version_of
 from tests.fakes.berth_board import FakeBoard
 from tests.fakes.clock import run_virtual
@@ -189,3 +190,44 @@ async def test_a_base_that_was_given_room_after_it_was_loaded(node: SmallNode) -
     await node.unload(BARE)
     await node.load(BASE)
     assert (await ensure(node, adapter)).engine_name == "load1-0"
+
+
+@on_a_small_node(BASE, adapter_bytes=25)
+async def test_a_promised_adapter_whose_copy_on_disk_was_deleted_stays_where_its_link_leads(node: SmallNode) -> None:
+    """Requests that run may still open it. The next oldest makes room instead."""
+    await node.load(BASE)
+    one, two, three = declare(node, 3)
+    for adapter in (one, two):
+        await ensure(node, adapter)
+        await node.clock.sleep_ms(1)
+    del node.cache.cached[one.digest]
+    await node.clock.sleep_ms(KEEP_MS)
+    await node.adapters.turn()
+    assert (await ensure(node, three)).in_host
+    assert leads_to(node)[0] == node.shelf.path(one.digest)
+    assert leads_to(node)[1] == await node.caches.path(two.digest)
+    assert set(node.shelf.held) == {one.digest, three.digest}
+
+
+class RestlessBoard(FakeBoard):
+    """While a link is made, another instance leaves."""
+
+    berthing: Berthing
+
+    async def point(self, berths: Berths, number: int, target: Path) -> None:
+        """See `BerthBoard.point`."""
+        await self.berthing.leave("b")
+        await super().point(berths, number, target)
+
+
+@on_a_small_node(BASE)
+async def test_an_adapter_moves_while_instances_come_and_go(node: SmallNode) -> None:
+    """Two instances have it; the second leaves while the first one's link is made: the move goes on."""
+    digest = Digest("sha256:1")
+    board = RestlessBoard()
+    board.opened = {name: Berths(name, f"/berths/{name}", 9, 16, {digest: 0}) for name in ("a", "b", "c")}
+    board.leads_to = {each.folder: {} for each in board.opened.values()}
+    board.berthing = Berthing(node.node, board, node.library, node.clock, node.steps)
+    await board.berthing.start()
+    await board.berthing.follow(digest, Path("/disk"))
+    assert board.leads_to == {"/berths/a": {0: Path("/disk")}, "/berths/c": {0: Path("/disk")}}
