@@ -39,6 +39,8 @@ class FakeWeightCache:
     clock: Clock
     sources: dict[str, FakeSource] = field(default_factory=dict)
     stage_ms: int = 0
+    stop_ms: int = 0
+    """How long a copy that is given up takes to stop."""
     silent: set[str] = field(default_factory=set)
     cached: dict[Digest, CachedVersion] = field(default_factory=dict)
     contents: set[str] = field(default_factory=set)
@@ -74,7 +76,11 @@ class FakeWeightCache:
         if request.source in self.silent:
             await asyncio.Event().wait()
         on_bytes(size // 2)
-        await self._move(lane)
+        try:
+            await self._move(lane)
+        except asyncio.CancelledError:
+            await self.clock.sleep_ms(self.stop_ms)
+            raise
         self.fetched += [file.sha256 for file in source.files if file.sha256 not in self.contents]
         self.contents |= {file.sha256 for file in source.files}
         if source.digest != request.digest:

@@ -81,7 +81,7 @@ class Prestage:
     def _work(self, home: Residence, order: StageOrder) -> "asyncio.Task[None]":
         priority = Priority.of_reason(order.reason)
         known = self._running.get(order.version)
-        if known is not None:
+        if known is not None and not known.cancelling():
             self._gauge.promote(order.version.digest, priority)
             if not order.to_host:
                 return known

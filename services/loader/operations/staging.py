@@ -54,6 +54,11 @@ class Staging:
             self.waits_for.promote(priority)
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether the last one who took part has left, and it only has to stop."""
+        return self.task is not None and self.task.cancelling() > 0
+
+    @property
     def bytes_done(self) -> int:
         """Of all its ways."""
         return sum(leg.done for leg in self.legs.values())
@@ -101,7 +106,9 @@ class Stagings:
 
         Cancelled: leaves; the last one to leave ends it, and waits until it has ended. So its task is never orphaned:
         it lives no longer than those who joined."""
-        staging = self._running.get(digest)
+        while (staging := self._running.get(digest)) is not None and staging.is_given_up:
+            assert staging.task is not None
+            await asyncio.wait({staging.task})  # it would end this caller too
         if staging is None:
             staging = self._begin(digest, priority, work)
         staging.promote(priority)
