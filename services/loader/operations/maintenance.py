@@ -3,6 +3,7 @@
 It is remembered beyond this process: a loader that is restarted on a drained node must not take work again.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from roundhouse.vocabulary import Digest, ModelName
@@ -22,6 +23,7 @@ class Recollection:
         self._node = node
         self._memory = memory
         self._kept = Remembered()
+        self._writing = asyncio.Lock()  # the watch and an operator's order may both have something to keep
 
     async def recall(self) -> None:
         """Take over what an earlier process knew. Call once, before Triton is looked at."""
@@ -38,6 +40,13 @@ class Recollection:
 
     async def keep(self) -> None:
         """Write it if it changed. Raises Unavailable."""
+        async with self._writing:
+            now = self._now()
+            if now != self._kept:
+                await self._memory.keep(now)
+                self._kept = now
+
+    def _now(self) -> Remembered:
         measured = [
             Measured(version.model, version.digest, devices, size)
             for (version, devices), size in self._node.measured.items()
@@ -47,15 +56,12 @@ class Recollection:
             for home in self._node.residences.values()
             if home.instance.state in (State.READY, State.DRAINING)
         }
-        now = Remembered(
+        return Remembered(
             self._node.maintenance,
             tuple(sorted(self._node.dead)),
             tuple(sorted(measured)),
             tuple(loaded[name] for name in sorted(loaded)),
         )
-        if now != self._kept:
-            await self._memory.keep(now)
-            self._kept = now
 
 
 class Maintenance:
@@ -71,9 +77,9 @@ class Maintenance:
         """Take no new work, and unload everything once its requests have ended. Idempotent. Raises Unavailable."""
         self._node.maintenance = reason
         self._node.tell()
+        self._unload_all()  # before anything that is awaited: a caller that leaves stops nothing
         await self._recollection.keep()
         await self._prestage.stop()
-        self._unload_all()
 
     async def end(self) -> None:
         """Take work again; nothing is loaded by this. Idempotent. Raises Unavailable."""

@@ -6,6 +6,7 @@ from roundhouse.errors import Conflict, Unavailable
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
 from services.loader.operations.ensure import BROKEN, UnloadOrder
+from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.watch_triton import LOST_MAX
 from services.loader.ports import Remembered
 from tests.builders.small_node import (
@@ -205,3 +206,45 @@ async def test_what_takes_triton_down_again_and_again_does_not_come_back(node: S
     await asyncio.sleep(5)
     assert node.state(A) is State.STAGED
     assert (await node.load(A))[-1].state is State.READY
+
+
+class SlowMemory(FakeNodeMemory):
+    """A disk on which the first write takes a second."""
+
+    writes, writing = 0, False
+
+    async def keep(self, remembered: Remembered) -> None:
+        """See `NodeMemory.keep`."""
+        assert not self.writing, "one file, one writer"
+        self.writing, self.writes = True, self.writes + 1
+        await asyncio.sleep(1 if self.writes == 1 else 0)
+        self.remembered, self.writing = remembered, False
+
+
+@on_a_small_node(*MODELS)
+async def test_the_last_word_is_the_one_that_is_remembered(node: SmallNode) -> None:
+    """While the watch writes that a model died, an operator begins maintenance: both are known to the next process."""
+    memory = SlowMemory()
+    recollection = Recollection(node.node, memory)
+    node.node.dead.add("m--1")
+    first = asyncio.create_task(recollection.keep())
+    await asyncio.sleep(0.1)
+    node.node.maintenance = "new fan"
+    await recollection.keep()
+    await first
+    assert (memory.remembered.maintenance, memory.remembered.dead) == ("new fan", ("m--1",))
+
+
+@on_a_small_node(*MODELS)
+async def test_who_ordered_maintenance_and_left_at_once_stopped_nothing(node: SmallNode) -> None:
+    """Amid the write, the caller hangs up: the node empties all the same, and the watch has it remembered."""
+    await node.load(A)
+    maintenance = Maintenance(node.node, node.steps, node.prestage, Recollection(node.node, SlowMemory()))
+    calling = asyncio.create_task(maintenance.begin("new fan"))
+    await asyncio.sleep(0.1)
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+    await asyncio.sleep(2)
+    await node.watch.turn()
+    assert node.state(A) is State.STAGED
+    assert node.memory.remembered.maintenance == "new fan"
