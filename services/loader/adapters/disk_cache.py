@@ -33,6 +33,7 @@ from roundhouse.vocabulary import Digest
 from services.loader.adapters.cache_manifest import Manifest, ManifestFile, hex_of, read_manifest, write_synced
 from services.loader.adapters.file_copy import fetch
 from services.loader.adapters.folder_source import FolderSource
+from services.loader.adapters.own_thread import in_own_thread
 from services.loader.ports import CachedVersion, FoundOnDisk, Interrupted, Lane, StageRequest, WeightSource
 
 log = structlog.get_logger(__name__)
@@ -55,6 +56,8 @@ class DiskCache:
         self._folders: WeightSource = FolderSource()
         self._objects = objects
         self._lock_fd: int | None = None
+        self._hanging: set[tuple[Digest, str]] = set()
+        """Copies that were given up and have not stopped, by version and source: each keeps its threads."""
 
     async def start(self) -> FoundOnDisk:
         """See `WeightCache.start`."""
@@ -64,7 +67,7 @@ class DiskCache:
         """See `WeightCache.look`."""
         if _digest_of(request.files) == request.digest:
             return request.files
-        return tuple(await asyncio.to_thread(self._source(request.source).files, request.source))
+        return tuple(await in_own_thread(self._source(request.source).files, request.source))
 
     async def find(self, digest: Digest) -> CachedVersion | None:
         """See `WeightCache.find`."""
@@ -75,13 +78,20 @@ class DiskCache:
         files = await self.look(request)
         if sum(file.size for file in files) > request.size_max:
             raise InvalidInput("the version is larger than what was reserved for it")
+        copy = (request.digest, request.source)
+        if copy in self._hanging:
+            raise Unavailable("an earlier copy of these weights still hangs in their source")
         counter = _Counter(lane, asyncio.get_running_loop(), on_bytes)
-        work = asyncio.ensure_future(asyncio.to_thread(self._stage, request, files, counter))
+        work = in_own_thread(self._stage, request, files, counter)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             counter.stop()
             await asyncio.wait({work}, timeout=STOP_S)
+            if not work.done():
+                self._hanging.add(copy)
+                work.add_done_callback(lambda _: self._hanging.discard(copy))
+            work.add_done_callback(_seen)
             raise
 
     async def remove(self, digest: Digest) -> None:
@@ -294,6 +304,12 @@ class _Counter:
     def stop(self) -> None:
         """The caller gave up."""
         self.fail(Unavailable("nobody waits for these weights any more"))
+
+
+def _seen(work: "asyncio.Future[CachedVersion]") -> None:
+    """What became of a copy that nobody waits for is nobody's any more."""
+    if not work.cancelled():
+        work.exception()
 
 
 def _digest_of(files: tuple[ContentFile, ...]) -> Digest | None:

@@ -1,11 +1,12 @@
 """Versions in a folder or single file that this machine sees: a disk, NFS, a Hugging Face checkout."""
 
 import os
+import stat
 from pathlib import Path
 
 from roundhouse.catalogue.digests import version_files
 from roundhouse.catalogue.records import ContentFile
-from roundhouse.errors import NotFound
+from roundhouse.errors import InvalidInput, NotFound
 from services.loader.adapters.direct_io import open_for_reading, read_into
 
 
@@ -26,8 +27,9 @@ class FileReader:
     """`SourceReader` of a local file."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Raises NotFound."""
+        """Raises NotFound, InvalidInput."""
         self._path = path
+        _size(path)
         try:
             self._descriptor: int | None = open_for_reading(path, size)
         except OSError as error:
@@ -49,7 +51,11 @@ class FileReader:
 
 
 def _size(path: Path) -> int:
+    """Bytes of a regular file: to open anything else may wait for ever. Raises NotFound, InvalidInput."""
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise NotFound(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidInput(f"{path} is not a regular file")
+    return status.st_size

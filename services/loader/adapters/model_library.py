@@ -25,6 +25,7 @@ from roundhouse.catalogue.sizes import model_config
 from roundhouse.catalogue.store import CatalogueView
 from roundhouse.errors import InvalidInput, NotFound
 from roundhouse.vocabulary import AdapterName, TenantId
+from services.loader.adapters.own_thread import in_own_thread
 from services.loader.device_ports import Setting
 from services.loader.domain.versions import ModelVersion, triton_model_name
 from services.loader.ports import ArenaView, LoadPackage
@@ -75,7 +76,7 @@ class CatalogueLibrary:
         if model.device_bytes > 0:
             return model.device_bytes
         try:
-            return await asyncio.to_thread(estimate_device_bytes, self._spec(model, Path(model.source_path)))
+            return await in_own_thread(estimate_device_bytes, self._spec(model, Path(model.source_path)))
         except PackagingError as error:
             raise InvalidInput(str(error)) from error
 

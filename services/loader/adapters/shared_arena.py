@@ -27,6 +27,7 @@ import structlog
 from roundhouse.errors import NotFound, Unavailable
 from roundhouse.vocabulary import Digest
 from services.loader.adapters.direct_io import CHUNK_BYTES, open_for_reading, read_into
+from services.loader.adapters.own_thread import in_own_thread
 from services.loader.ports import Filling, HostVersion, Lane
 
 log = structlog.get_logger(__name__)
@@ -73,7 +74,7 @@ class SharedArena:
         """See `WeightArena.fill`."""
         loop = asyncio.get_running_loop()
         run = _Run(lane, lambda done: _tell(loop, on_bytes, done))
-        work = asyncio.ensure_future(asyncio.to_thread(self._fill, files, run))
+        work = in_own_thread(self._fill, files, run)
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -88,7 +89,7 @@ class SharedArena:
 
     async def fault_in(self) -> None:
         """Touch every page now, in the background, so that no load has to wait for it. Ends early after `close`."""
-        await asyncio.to_thread(self._fault_in)
+        await in_own_thread(self._fault_in)
 
     def close(self) -> None:
         """Let go of it; the files stay for the engines and for the next process. Idempotent."""

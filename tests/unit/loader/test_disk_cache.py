@@ -2,18 +2,20 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from roundhouse.catalogue.digests import version_digest, version_entries
+from roundhouse.catalogue.digests import FileEntry, digest_of_entries, version_digest, version_entries
 from roundhouse.catalogue.records import ContentFile
 from roundhouse.clock import SystemClock
 from roundhouse.errors import InvalidInput, NotFound, Unavailable
 from roundhouse.vocabulary import Digest
-from services.loader.adapters import file_copy
+from services.loader.adapters import disk_cache, file_copy
 from services.loader.adapters.direct_io import CHUNK_BYTES
 from services.loader.adapters.disk_cache import FILES_AT_ONCE, REPORT_BYTES, DiskCache
 from services.loader.adapters.folder_source import FileReader
@@ -299,3 +301,97 @@ def evil_digest(name: str) -> Digest:
     from roundhouse.catalogue.digests import FileEntry, digest_of_entries
 
     return digest_of_entries([FileEntry(name, 1, sha256(b"1").digest())])
+
+
+@pytest.fixture
+async def one_thread() -> AsyncIterator[None]:
+    """What the event loop lends threads from has one, as a small machine soon has under load."""
+    pool = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    yield
+    pool.shutdown(wait=False)
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_copies_that_wait_for_their_turn_keep_no_thread_from_the_one_they_wait_for(
+    cache: DiskCache, source: Path, tmp_path: Path
+) -> None:
+    """Six new versions come in the background when a request needs a cold model: they pause, and it is staged."""
+    await cache.start()
+    traffic = Traffic()
+    with traffic.lane(Priority.DEMAND) as demand:
+        background = []
+        for number in range(6):
+            folder = tmp_path / f"new{number}"
+            folder.mkdir()
+            (folder / "weights").write_bytes(bytes([number]) * 100)
+            background.append(asyncio.create_task(stage_on(traffic, cache, folder)))
+        await asyncio.sleep(0)
+        request = StageRequest(str(source), version_digest(source), files_of(source), 100)
+        async with asyncio.timeout(30):
+            await cache.stage(request, demand, lambda done: None)
+            assert await cache.find(request.digest) is not None
+        assert not any(each.done() for each in background)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*background)
+
+
+async def stage_on(traffic: Traffic, cache: DiskCache, folder: Path) -> CachedVersion:
+    """Stage a folder in the background."""
+    request = StageRequest(str(folder), version_digest(folder), files_of(folder), 100)
+    with traffic.lane(Priority.PREWARM) as lane:
+        return await cache.stage(request, lane, lambda done: None)
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_a_source_that_hangs_keeps_no_thread_from_others(
+    cache: DiskCache, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that never answers: whoever gives such a copy up can use the cache, and the same version is not begun
+    again before the first copy has let go, so that not each try leaves more threads behind."""
+    await cache.start()
+    answers, asked = threading.Event(), threading.Event()
+    opening = FileReader.__init__
+
+    def hang(reader: FileReader, path: Path, size: int) -> None:
+        asked.set()
+        answers.wait(60)
+        opening(reader, path, size)
+
+    monkeypatch.setattr(disk_cache, "STOP_S", 0.01)
+    request = StageRequest(str(source), version_digest(source), files_of(source), 100)
+    waiting = ThreadPoolExecutor(1)
+    with waiting, Traffic().lane(Priority.DEMAND) as lane, monkeypatch.context() as hanging:
+        hanging.setattr(FileReader, "__init__", hang)
+        staging = asyncio.create_task(cache.stage(request, lane, lambda done: None))
+        await asyncio.wrap_future(waiting.submit(asked.wait, 30))
+        staging.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.gather(staging, return_exceptions=True)
+            assert await cache.find(request.digest) is None
+            with pytest.raises(Unavailable, match="hangs"):
+                await cache.stage(request, lane, lambda done: None)
+        answers.set()
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await stage(cache, source)
+                break
+            except Unavailable:
+                await asyncio.sleep(0.01)
+    assert await cache.find(request.digest) is not None
+
+
+async def test_a_source_that_is_no_file_is_said_so_and_not_waited_for(cache: DiskCache, tmp_path: Path) -> None:
+    """To open a pipe waits until somebody writes into it: for ever."""
+    await cache.start()
+    folder = tmp_path / "pipes"
+    folder.mkdir()
+    os.mkfifo(folder / "weights")
+    listed = (ContentFile(name="weights", size=5, sha256="0" * 64),)
+    digest = digest_of_entries([FileEntry("weights", 5, bytes(32))])
+    with Traffic().lane(Priority.DEMAND) as lane:
+        for files in (listed, ()):
+            with pytest.raises(InvalidInput, match="not a regular file"):
+                async with asyncio.timeout(30):
+                    await cache.stage(StageRequest(str(folder), digest, files, 100), lane, lambda done: None)
