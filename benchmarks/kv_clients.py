@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -54,35 +56,46 @@ def rounds_of(clients: int, nbytes: int, work: Callable[..., None], details: tup
     return results
 
 
-def _timed(barrier: Barrier, work: Callable[[], None]) -> tuple[float, float]:
+def timed(barrier: Barrier, work: Callable[[], None]) -> tuple[float, float]:
+    """When `work`, begun by all at once, began and ended."""
     barrier.wait()
     started = time.monotonic()
     work()
     return started, time.monotonic()
 
 
-def kvstore_client(
-    barrier: Barrier, queue: object, name: str, address: str, size: int, nbytes: int, rounds: int
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the clients of one case do: `nbytes` each in a round, in blocks of `size`; `memory`: where arenas lie."""
+
+    address: str
+    size: int
+    nbytes: int
+    rounds: int
+    memory: Path
+
+
+def kvstore_client(barrier: Barrier, queue: object, name: str, case: Case) -> None:
     """Copies without a store, and then the same with it, side by side, so that both meet the same machine."""
     spans: Spans = []
-    with StoreClient(address, f"benchmark {name}".encode()) as client, plain_shared(nbytes) as shared:
+    size, nbytes = case.size, case.nbytes
+    with StoreClient(case.address, f"benchmark {name}".encode()) as client, plain_shared(nbytes, case.memory) as shared:
         source, target = touched(nbytes), touched(nbytes)
-        for number in range(rounds):
+        for number in range(case.rounds):
             keys, sealed = (
                 keys_of(f"{name} {number}", nbytes // size),
                 keys_of(f"{name} {number} in place", nbytes // size),
             )
             spans.append(
                 {
-                    "copy_in": _timed(barrier, partial(_copy, shared, source, size)),
-                    "checked_copy_in": _timed(barrier, partial(_copy, shared, source, size, checked=source)),
-                    "put": _timed(barrier, partial(client.put, keys, size, source)),
-                    "seal": _timed(barrier, partial(client.seal, sealed, size)),
-                    "copy_out": _timed(barrier, partial(_copy, target, shared, size)),
-                    "checked_copy_out": _timed(barrier, partial(_copy, target, shared, size, checked=shared)),
-                    "get": _timed(barrier, partial(client.get, keys, target)),
-                    "check": _timed(barrier, partial(client.check, keys)),
+                    "copy_in": timed(barrier, partial(_copy, shared, source, size)),
+                    "checked_copy_in": timed(barrier, partial(_copy, shared, source, size, checked=source)),
+                    "put": timed(barrier, partial(client.put, keys, size, source)),
+                    "seal": timed(barrier, partial(client.seal, sealed, size)),
+                    "copy_out": timed(barrier, partial(_copy, target, shared, size)),
+                    "checked_copy_out": timed(barrier, partial(_copy, target, shared, size, checked=shared)),
+                    "get": timed(barrier, partial(client.get, keys, target)),
+                    "check": timed(barrier, partial(client.check, keys)),
                 }
             )
             assert np.array_equal(source, target)
@@ -106,7 +119,7 @@ def redis_client(barrier: Barrier, queue: object, name: str, port: int, size: in
             client.get(key)
 
     for _ in range(rounds):
-        spans.append({"redis_set": _timed(barrier, put), "redis_get": _timed(barrier, get)})
+        spans.append({"redis_set": timed(barrier, put), "redis_get": timed(barrier, get)})
         barrier.wait()
         client.delete(*keys)
     client.close()
@@ -124,6 +137,7 @@ class StoreClient:
         self._arena = MappedArena(self.stub.DescribeArena(kv_pb2.DescribeArenaRequest(), wait_for_ready=True))
         assert self._arena.wait_until_entered(TIMEOUT_S)
         self._writer = BlockWriter(self.stub, TIMEOUT_S, self._give_back)
+        self._worker = ThreadPoolExecutor(1)
         self._released: Callable[[], object] | None = None
 
     def __enter__(self) -> "StoreClient":
@@ -131,6 +145,7 @@ class StoreClient:
 
     def __exit__(self, *_: object) -> None:
         self._writer.close()
+        self._worker.shutdown()
         self._channel.close()
 
     def put(self, keys: list[bytes], size: int, source: Bytes) -> None:
@@ -147,24 +162,21 @@ class StoreClient:
         for first in range(0, len(keys), CHUNK_BLOCKS):
             chunk = keys[first : first + CHUNK_BLOCKS]
             slots = self.stub.ReserveBlocks(self._request(chunk, keys[first - 1] if first else b"", size))
-            for slot in slots.slots:
-                slot.checksum = xxhash.xxh3_64_intdigest(self._arena.view(slot.offset, size).data)
-            commit = kv_pb2.CommitBlocksRequest(lease_id=slots.lease_id, blocks=slots.slots)
+            sums = [xxhash.xxh3_64_intdigest(self._arena.view(offset, size).data) for offset in slots.offsets]
+            commit = kv_pb2.CommitBlocksRequest(lease_id=slots.lease_id, checksums=sums)
             assert self.stub.CommitBlocks(commit).committed == len(chunk)
 
     def get(self, keys: list[bytes], target: Bytes, wait_ms: int = 0) -> None:
         """Acquire, copy each block to where it is needed with its checksum, release. An engine asks memory only, and
         waits, in a second call, for what is elsewhere."""
         with self._acquired(keys, wait_ms) as reply:
-            for number, (offset, checksum) in enumerate(zip(reply.offsets, reply.checksums, strict=True)):
-                into = target[number * reply.length : (number + 1) * reply.length]
-                assert self._arena.read(offset, into, checksum)
+            into = [target[at : at + reply.length] for at in range(0, len(keys) * reply.length, reply.length)]
+            assert self._arena.read(reply.offsets, into, reply.checksums) == len(keys)
 
     def check(self, keys: list[bytes]) -> None:
         """Acquire, check in place, release: what a get costs beyond the copy that an engine makes into its layout."""
         with self._acquired(keys) as reply:
-            for offset, checksum in zip(reply.offsets, reply.checksums, strict=True):
-                assert self._arena.is_right(offset, reply.length, checksum)
+            assert self._arena.right(reply.offsets, reply.length, reply.checksums) == len(keys)
 
     def erase(self) -> None:
         """Drop everything that was stored."""
@@ -184,6 +196,7 @@ class StoreClient:
             length=size,
             client_id="benchmark",
             lease_ms=LEASE_MS,
+            packed=True,
         )
 
     @contextmanager
@@ -196,7 +209,8 @@ class StoreClient:
         assert len(reply.offsets) == len(keys)
         yield reply
         release = kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id)
-        self._released = self.stub.ReleaseLease.future(release).result  # nobody waits for it, as in an engine
+        # An engine's worker does that, and nobody waits for it. (`future` would start a thread each: 0.5 ms and more.)
+        self._released = self._worker.submit(self.stub.ReleaseLease, release).result
 
 
 def _copy(target: Bytes, source: Bytes, size: int, checked: Bytes | None = None) -> None:
@@ -207,9 +221,9 @@ def _copy(target: Bytes, source: Bytes, size: int, checked: Bytes | None = None)
 
 
 @contextmanager
-def plain_shared(nbytes: int) -> Iterator[Bytes]:
-    """Shared memory as the arena is: in huge pages if the machine gives them, touched and mapped."""
-    path = Path(f"/dev/shm/rh-bench-copy-{os.getpid()}")  # noqa: S108 - the same memory as the arena's
+def plain_shared(nbytes: int, memory: Path) -> Iterator[Bytes]:
+    """Shared memory as the arena is: in huge pages if the file system gives them, touched and mapped."""
+    path = memory / f"rh-bench-copy-{os.getpid()}"
     try:
         with path.open("w+b") as file:
             file.truncate(nbytes)
@@ -224,7 +238,7 @@ def plain_shared(nbytes: int) -> Iterator[Bytes]:
 
 def touched(nbytes: int) -> Bytes:
     """Private memory in huge pages, as large buffers of engines are."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     array[:] = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)

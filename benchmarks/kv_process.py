@@ -14,13 +14,16 @@ from deploy.local.ports import free_ports
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
 MIB = 1 << 20
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - in pages of 4 KiB on most machines
 
 
 @contextmanager
-def kvstore_running(folder: Path, arena_bytes: int, slot_bytes: int = 4096) -> Iterator[tuple[str, Callable[[], None]]]:
+def kvstore_running(
+    folder: Path, arena_bytes: int, slot_bytes: int = 4096, memory_folder: Path = SHARED_MEMORY
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """A kvstore process with a disk; its address, and how to kill and start it again."""
     grpc_port, ops_port = free_ports(2)
-    with tempfile.TemporaryDirectory(dir=folder) as data, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+    with tempfile.TemporaryDirectory(dir=folder) as data, tempfile.TemporaryDirectory(dir=memory_folder) as memory:
         environment = os.environ | {
             "ROUNDHOUSE_NODE_ID": "benchmark",
             "ROUNDHOUSE_NATS_URL": "nats://127.0.0.1:1",

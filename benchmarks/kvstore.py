@@ -7,33 +7,32 @@ in place. All are real calls to a real process. The limit of memory is plain cop
 mapped, touched shared file, by the same processes in the same round; with several clients all copy at once, and the
 time is that from the first start to the last end. The ratio that counts is the median of the rounds' ratios. Beside it,
 what a copy and a checksum in two passes reach (`checked_copy_*`). The limit of the disk is direct reads of the same
-sizes from one file into touched memory that asks for huge pages, one beside each get. Redis is Valkey over TCP with GET
+sizes into memory of the arena's kind, by as many clients and with as many threads each as the store reads with
+(`kv_disk`); with `--memory-folder` on a tmpfs that was mounted with `huge=advise` all shared memory, ours and that of
+the limits, is in huge pages. Redis is Valkey over TCP with GET
 and SET, without its append-only file; `--lmcache-python` and `--mooncake-python` name interpreters that have these
 stores.
 """
 
 import argparse
-import mmap
-import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import redis
 
-from benchmarks.kv_clients import Rounds, StoreClient, keys_of, kvstore_client, redis_client, rounds_of, touched
+from benchmarks.kv_clients import Case, kvstore_client, redis_client, rounds_of
+from benchmarks.kv_disk import disk_rates, turns_of
 from benchmarks.kv_first_token import first_token_figures
 from benchmarks.kv_lookups import lookup_figures
-from benchmarks.kv_process import kvstore_running
+from benchmarks.kv_process import SHARED_MEMORY, kvstore_running
 from benchmarks.kv_rivals import NAMES, run_rival
 from benchmarks.report import Figure, Goal, Report
 from deploy.local.ports import free_ports
 from deploy.local.server import LocalServer
 from deploy.local.stores import valkey_program
-from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
 NAME = "kvstore"
 DESCRIPTION = "put and get GB/s from memory and disk, against memory copies and direct reads"
@@ -43,9 +42,7 @@ SIZES = (256 * KIB, MIB, 4 * MIB)
 CLIENTS = (1, 4)
 GOALS = {"put": 0.75, "get": 0.9, "check": 0.9, "disk_get": 0.75}
 LIMITS = {"put": "copy_in", "get": "copy_out", "check": "copy_out", "disk_get": "direct_read"}
-NOT_OURS = {*LIMITS.values(), "checked_copy_in", "checked_copy_out"}
-DISK_SALT = b"benchmark disk"
-DISK_CHAINS, DISK_WAIT_MS = 3, 10_000
+NOT_OURS = {*LIMITS.values(), "checked_copy_in", "checked_copy_out", "direct_read_1_thread"}
 
 
 def run(arguments: Sequence[str]) -> Report:
@@ -58,6 +55,12 @@ def run(arguments: Sequence[str]) -> Report:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of a block, bytes")
     parser.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS), help="processes at once")
     parser.add_argument("--folder", type=Path, default=None, help="where the disk to be measured is")
+    parser.add_argument(
+        "--memory-folder",
+        type=Path,
+        default=SHARED_MEMORY,
+        help="where arenas lie: a tmpfs with huge pages, or /dev/shm",
+    )
     parser.add_argument("--no-redis", action="store_true", help="leave Valkey out")
     parser.add_argument("--parts", nargs="+", choices=["throughput", "lookups", "first-token"], help="default: all")
     parser.add_argument(
@@ -92,10 +95,12 @@ def _case(
 ) -> None:
     label, nbytes, rounds = f"{size // KIB}kib_{clients}", options.client_bytes, options.repeats
     with ExitStack() as stack:
-        chains = max(2 * clients + 1, DISK_CHAINS + 1)  # what is stored at once, and a little room
-        address, restart = stack.enter_context(kvstore_running(folder, chains * nbytes))
-        rates = rounds_of(clients, nbytes, kvstore_client, (address, size, nbytes, rounds))
-        rates |= _disk_rates(address, restart, size, nbytes, folder)
+        chains = clients * max(2, turns_of(clients)) + 1  # what is stored at once, and a little room
+        memory = options.memory_folder
+        address, restart = stack.enter_context(kvstore_running(folder, chains * nbytes, memory_folder=memory))
+        case = Case(address, size, nbytes, rounds, memory)
+        rates = rounds_of(clients, nbytes, kvstore_client, (case,))
+        rates |= disk_rates(case, clients, restart, folder)
         for name, values in rates.items():
             (limits if name in NOT_OURS else figures)[f"{label}_{name}_gb_per_second"] = statistics.median(values)
         if not options.no_redis:
@@ -120,59 +125,6 @@ def _rivals(label: str, size: int, options: argparse.Namespace, figures: dict[st
             figures[f"{label}_{name}_skipped"] = rates
             continue
         figures |= {f"{label}_{name}_{what}_gb_per_second": rate for what, rate in rates.items()}
-
-
-# The disk
-
-
-def _disk_rates(address: str, restart: Callable[[], None], size: int, nbytes: int, folder: Path) -> Rounds:
-    """A get of blocks that are on disk only: stored, used, written, and the process started again; and plain reads.
-
-    Each turn asks one of as many chains as there are turns, with the direct reads of another file beside it."""
-    chains = [keys_of(f"disk{turn}", nbytes // size) for turn in range(DISK_CHAINS)]
-    target = touched(nbytes)
-    rates: Rounds = {"disk_get": [], "direct_read": []}
-    with StoreClient(address, DISK_SALT) as client:
-        for keys in chains:
-            client.put(keys, size, target)
-            client.get(keys, target)
-        _wait_until_written(client.stub)
-    restart()
-    with StoreClient(address, DISK_SALT) as client:
-        for turn, keys in enumerate(chains):
-            rates["direct_read"].append(_direct_reads(folder / f"plain{turn}", size, nbytes))
-            started = time.perf_counter()
-            client.get(keys, target, DISK_WAIT_MS)
-            rates["disk_get"].append(nbytes / (time.perf_counter() - started) / 1e9)
-    return rates
-
-
-def _wait_until_written(stub: kv_pb2_grpc.KvStoreStub) -> None:
-    """Until the disk has not grown for a second."""
-    before, since = -1, time.monotonic()
-    while time.monotonic() - since < 1.0:
-        now = stub.GetStatistics(kv_pb2.GetStatisticsRequest(salt=DISK_SALT)).disk.blocks
-        if now != before:
-            before, since = now, time.monotonic()
-        time.sleep(0.05)
-
-
-def _direct_reads(path: Path, size: int, nbytes: int) -> float:
-    memory = mmap.mmap(-1, nbytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
-    view[:] = os.urandom(MIB) * (nbytes // MIB)
-    path.write_bytes(view)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        os.fsync(descriptor)
-        started = time.perf_counter()
-        for at in range(0, nbytes, size):
-            os.preadv(descriptor, [view[at : at + size]], at)
-        return nbytes / (time.perf_counter() - started) / 1e9
-    finally:
-        os.close(descriptor)
-        path.unlink()
 
 
 # Parts

@@ -13,13 +13,14 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from engines.checked_copy import checked_copy
+from engines.checked_copy import checked_copies
 from roundhouse.wire.v1 import kv_pb2
 
 MAP_AHEAD_BYTES_MAX = 1 << 30  # 0.2 s of the caller's time, before the first block; the rest follows beside it
@@ -61,17 +62,31 @@ class MappedArena:
             raise ValueError("a slot outside of the arena")
         return self._bytes[offset : offset + length]
 
-    def write(self, offset: int, data: Bytes) -> int:
-        """Copy `data` into a slot; the checksum of what should be there now. Raises ValueError outside of the arena."""
-        return checked_copy(self.view(offset, len(data)), data)
+    def write(self, offsets: Sequence[int], blocks: Sequence[Bytes]) -> list[int]:
+        """Copy blocks of one length into slots; the checksums of what should be there now. Raises ValueError outside of
+        the arena, before anything is written."""
+        return checked_copies(self._bytes, offsets, blocks)
 
     def is_right(self, offset: int, length: int, checksum: int) -> bool:
         """Whether a slot holds what its writer meant to write."""
-        return xxhash.xxh3_64_intdigest(self.view(offset, length).data) == checksum
+        return self.right([offset], length, [checksum]) == 1
 
-    def read(self, offset: int, into: Bytes, checksum: int) -> bool:
-        """Copy a slot out; False, with any bytes in `into`, if it does not hold what its writer meant to write."""
-        return checked_copy(into, self.view(offset, len(into))) == checksum
+    def right(self, offsets: Sequence[int], length: int, checksums: Sequence[int]) -> int:
+        """How many leading slots hold what their writer meant to write. Raises ValueError outside of the arena."""
+        memory, digest = self._bytes.data, xxhash.xxh3_64_intdigest
+        for number, (offset, checksum) in enumerate(zip(offsets, checksums, strict=True)):
+            if not 0 <= offset <= len(memory) - length:
+                raise ValueError("a slot outside of the arena")
+            if digest(memory[offset : offset + length]) != checksum:
+                return number
+        return len(offsets)
+
+    def read(self, offsets: Sequence[int], into: Sequence[Bytes], checksums: Sequence[int]) -> int:
+        """Copy slots out; how many leading ones hold what their writer meant to write. The others have any bytes in
+        `into`. Raises ValueError outside of the arena."""
+        found = checked_copies(self._bytes, offsets, into, outward=True)
+        pairs = enumerate(zip(found, checksums, strict=True))
+        return next((number for number, (is_, was) in pairs if is_ != was), len(found))
 
 
 def _enter_pages(memory: Bytes) -> None:

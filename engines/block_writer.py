@@ -20,7 +20,8 @@ from itertools import pairwise
 from engines.block_arena import Bytes, MappedArena
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
-CHUNK_BLOCKS = 128  # blocks of one reservation: a millisecond of the store's time; others may write in between
+CHUNK_BLOCKS = 256  # blocks of one reservation: a millisecond of the store's time; others may write in between
+PIECE_BYTES = 16 << 20  # a millisecond or two of copying, after which the time of the lease is looked at
 
 
 class StaleArena(Exception):
@@ -41,6 +42,27 @@ class _Reservation:
     ends_s: float  # monotonic; later a slot may be another's
 
 
+def write_in_time(
+    arena: MappedArena, reply: kv_pb2.ReserveBlocksReply, blocks: Sequence[Bytes], ends_s: float
+) -> list[int] | None:
+    """Copy those of `blocks`, one of each key that was asked for, that a packed reply has slots for.
+
+    Their checksums in the order of the slots; None if the lease ended before the last were begun. Raises ValueError
+    if the reply is nonsense."""
+    numbers = reply.numbers or range(len(reply.offsets))
+    if any(number >= len(blocks) for number in numbers):
+        raise ValueError("a slot for a block that was not asked for")
+    taken, checksums = [blocks[number] for number in numbers], list[int]()
+    if len(taken) != len(reply.offsets):
+        raise ValueError("not one slot for each block")
+    step = max(1, PIECE_BYTES // max(1, len(taken[0]))) if taken else 1
+    for first in range(0, len(taken), step):
+        if time.monotonic() > ends_s:
+            return None
+        checksums += arena.write(reply.offsets[first : first + step], taken[first : first + step])
+    return checksums
+
+
 class BlockWriter:
     """See the module. `give_back` is to end a lease, soon, and does not fail."""
 
@@ -59,7 +81,7 @@ class BlockWriter:
         """How many blocks of a chain are published by us. Those that are there already are not; nor are those for
         which there is no room, or that took longer than their lease, and what follows them.
 
-        Raises StaleArena, grpc.RpcError if a call fails, and ValueError or KeyError if its answer is nonsense."""
+        Raises StaleArena, grpc.RpcError if a call fails, and ValueError if its answer is nonsense."""
         leases: set[str] = set()
         reserving: list[Future[_Reservation]] = []
         publishing: list[Future[int]] = []
@@ -83,6 +105,7 @@ class BlockWriter:
 
     def _reserve(self, chunk: Chunk, leases: set[str]) -> _Reservation:
         ends_s = time.monotonic() + chunk.request.lease_ms / 1000
+        chunk.request.packed = True
         reply = self._stub.ReserveBlocks(chunk.request, timeout=self._timeout_s)
         if reply.lease_id:
             leases.add(reply.lease_id)
@@ -95,11 +118,13 @@ class BlockWriter:
         reply = reservation.reply
         if reply.incarnation != arena.incarnation:
             raise StaleArena
-        for slot in reply.slots:
-            if time.monotonic() > reservation.ends_s:
-                return None
-            slot.checksum = arena.write(slot.offset, chunk.blocks[slot.key])
-        return kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, blocks=reply.slots) if reply.lease_id else None
+        if not reply.lease_id:
+            return None
+        blocks = [chunk.blocks[key] for key in chunk.request.keys]
+        checksums = write_in_time(arena, reply, blocks, reservation.ends_s)
+        if checksums is None:
+            return None
+        return kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, checksums=checksums)
 
     def _publish(self, commit: kv_pb2.CommitBlocksRequest | None, leases: set[str]) -> int:
         if commit is None:

@@ -95,12 +95,11 @@ class _ReadLease:
         A slot may have held another block while it was copied, and the same one, read from a disk, again by now."""
         if time.monotonic() > self._ends_s:
             return 0
-        length = self._reply.length
-        for number in range(copied):
-            if not self._arena.is_right(self._reply.offsets[number], length, self._reply.checksums[number]):
-                self._request.corrupt_keys.append(self._keys[number])
-                return number
-        return copied
+        offsets, checksums = self._reply.offsets[:copied], self._reply.checksums[:copied]
+        right = self._arena.right(offsets, self._reply.length, checksums)
+        if right < copied:
+            self._request.corrupt_keys.append(self._keys[right])
+        return right
 
     @property
     def found_wrong(self) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.block_arena import MappedArena
+from engines.block_writer import write_in_time
 from engines.vllm.block_saves import SavePlan
 from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 
@@ -142,18 +143,18 @@ class StoreLink:
                 length=len(blocks[0]),
                 client_id=self._client_id,
                 lease_ms=WRITE_LEASE_MS,
+                packed=True,
             ),
             timeout=CALL_TIMEOUT_S,
         )
         if not reply.lease_id:
             return
-        arena, by_key = self._mapped(reply.incarnation), dict(zip(plan.keys, blocks, strict=True))
-        for slot in reply.slots:
-            if arena is None or time.monotonic() > ends_s:
-                self._stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id), timeout=CALL_TIMEOUT_S)
-                return
-            slot.checksum = arena.write(slot.offset, by_key[slot.key])
-        commit = kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, blocks=reply.slots)
+        arena = self._mapped(reply.incarnation)
+        checksums = write_in_time(arena, reply, blocks, ends_s) if arena is not None else None
+        if checksums is None:
+            self._stub.ReleaseLease(kv_pb2.ReleaseLeaseRequest(lease_id=reply.lease_id), timeout=CALL_TIMEOUT_S)
+            return
+        commit = kv_pb2.CommitBlocksRequest(lease_id=reply.lease_id, checksums=checksums)
         self.saved += self._stub.CommitBlocks(commit, timeout=CALL_TIMEOUT_S).committed
 
     def _mapped(self, incarnation: str) -> MappedArena | None:

@@ -38,7 +38,8 @@ from services.kvstore.domain.erasure_book import ErasureBook
 from services.kvstore.domain.peer_directory import PeerDirectory
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.announce_changes import ChangeAnnouncer
-from services.kvstore.operations.disk_tier import READ_LANES, DiskParts, DiskTier
+from services.kvstore.operations.disk_parts import DiskParts
+from services.kvstore.operations.disk_tier import READ_LANES, DiskTier
 from services.kvstore.operations.fetch_blocks import PeerTier
 from services.kvstore.operations.follow_peers import PeerFollower
 from services.kvstore.operations.late_erasures import LateErasures

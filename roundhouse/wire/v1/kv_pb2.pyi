@@ -277,6 +277,7 @@ class ReserveBlocksRequest(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PARENT_SALT_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     salt: _builtins.bytes
     model_digest: _builtins.bytes
     parent_key: _builtins.bytes
@@ -288,6 +289,8 @@ class ReserveBlocksRequest(_message.Message):
     """not committed by then: reclaimed"""
     parent_salt: _builtins.bytes
     """if the parent lies in another space, a sharing group's; empty = in `salt`"""
+    packed: _builtins.bool
+    """answer in `offsets` and `numbers` instead of `slots`"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """parents before children"""
@@ -303,10 +306,11 @@ class ReserveBlocksRequest(_message.Message):
         client_id: _builtins.str = ...,
         lease_ms: _builtins.int = ...,
         parent_salt: _builtins.bytes = ...,
+        packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "keys", b"keys", "lease_ms", b"lease_ms", "length", b"length", "model_digest", b"model_digest", "parent_key", b"parent_key", "parent_salt", b"parent_salt", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "keys", b"keys", "lease_ms", b"lease_ms", "length", b"length", "model_digest", b"model_digest", "packed", b"packed", "parent_key", b"parent_key", "parent_salt", b"parent_salt", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +323,8 @@ class ReserveBlocksReply(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     incarnation: _builtins.str
     """of the arena that the offsets lie in"""
@@ -326,16 +332,26 @@ class ReserveBlocksReply(_message.Message):
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlot]:
         """a subset of keys, in order; checksum is 0"""
 
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """if `packed` was asked for: of a subset of keys, in order"""
+
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """which of `keys` these are, from 0; empty = the first ones"""
+
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         slots: _abc.Iterable[Global___BlockSlot] | None = ...,
         incarnation: _builtins.str = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "numbers", b"numbers", "offsets", b"offsets", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,20 +363,26 @@ class CommitBlocksRequest(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlot]:
         """with checksums"""
+
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """instead of `blocks`: of all slots of the reservation, in its order"""
 
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         blocks: _abc.Iterable[Global___BlockSlot] | None = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,13 +113,21 @@ class KvStoreServicer(kv_pb2_grpc.KvStoreServicer):
         outcome = self._service.reserve(new, holder_of(request.client_id, request.lease_ms))
         if not isinstance(outcome, Reserved):
             return kv_pb2.ReserveBlocksReply(incarnation=self._arena.incarnation)
-        return kv_pb2.ReserveBlocksReply(
-            lease_id=outcome.lease_id, slots=_slots(outcome.slots), incarnation=self._arena.incarnation
-        )
+        reply = kv_pb2.ReserveBlocksReply(lease_id=outcome.lease_id, incarnation=self._arena.incarnation)
+        if request.packed:
+            reply.offsets.extend([place.offset for place in outcome.slots])
+            reply.numbers.extend(_numbers(keys, outcome.slots))
+        else:
+            reply.slots.extend(_slots(outcome.slots))
+        return reply
 
     async def CommitBlocks(self, request: kv_pb2.CommitBlocksRequest, context: Any) -> kv_pb2.CommitBlocksReply:
         """Publish what was written well."""
-        outcome = await self._service.commit(request.lease_id, {block.key: block.checksum for block in request.blocks})
+        if request.checksums:
+            outcome = await self._service.commit_all(request.lease_id, request.checksums)
+        else:
+            claims = {block.key: block.checksum for block in request.blocks}
+            outcome = await self._service.commit(request.lease_id, claims)
         return kv_pb2.CommitBlocksReply(committed=outcome.committed, rejected=outcome.rejected)
 
     async def EraseSalt(self, request: kv_pb2.EraseSaltRequest, context: Any) -> kv_pb2.EraseSaltReply:
@@ -224,6 +232,14 @@ def _wanted(request: kv_pb2.FetchRequest) -> PeerRequest:
     check_salt(request.salt)
     keys = check_keys(request.keys, KEYS_MAX)
     return PeerRequest(request.salt, keys, request.skip, request.wait_ms, shared_of(request.shared), request.hold)
+
+
+def _numbers(keys: Sequence[bytes], places: Sequence[BlockPlace]) -> list[int]:
+    """Which of `keys` the places are for; empty if the first ones."""
+    if places[-1].key == keys[len(places) - 1]:  # both are in order, so the ones before are the same too
+        return []
+    by_key = {key: number for number, key in enumerate(keys)}
+    return [by_key[place.key] for place in places]
 
 
 def _slots(places: Sequence[BlockPlace]) -> list[kv_pb2.BlockSlot]:

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.kvstore.domain.records import TableStatistics
-from services.kvstore.operations.disk_tier import DiskCounts
+from services.kvstore.operations.disk_parts import DiskCounts
 from services.kvstore.operations.fetch_blocks import PeerCounts
 from services.kvstore.operations.send_blocks import SendCounts
 

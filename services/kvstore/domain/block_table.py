@@ -29,6 +29,7 @@ from services.kvstore.domain.records import (
     Committed,
     Erased,
     Held,
+    HeldBlock,
     Holder,
     Missed,
     NewBlocks,
@@ -95,22 +96,36 @@ class BlockTable:
         """Every visible block. O(blocks)."""
         return self._forest.stored_keys()
 
-    def hold(self, key: bytes, holder: Holder, now_ms: int) -> Held | Missed:
-        """Lease one stored block, and so those above it, without counting it as a use. O(depth)."""
+    def hold(self, keys: Sequence[bytes], bytes_max: int, holder: Holder, now_ms: int) -> Held | Missed:
+        """Lease those leading `keys` that are stored, each under the one before, and what is above them, without
+        counting it as a use; `bytes_max` of them, but at least one. O(depth)."""
         self.expire(now_ms)
-        block = self._forest.find(key)
-        if block is None or not block.stored:
+        run: list[Block] = []
+        for key in keys:
+            block = self._forest.find(key)
+            if block is None or not block.stored or (run and block.parent_key != run[-1].key):
+                break
+            if run and (len(run) + 1) * block.length > bytes_max:
+                break
+            run.append(block)
+        if not run:
             return Missed()
-        chain = [*self._forest.above(block), block]
+        chain = [*self._forest.above(run[0]), *run]
         for member in chain:
             self._pin(member)
         lease = self._leases.open(holder, now_ms, chain)
-        return Held(lease.lease_id, block.place(), block.salt, block.model_digest, block.parent_key)
+        held = [HeldBlock(block.place(), block.salt, block.model_digest, block.parent_key) for block in run]
+        return Held(lease.lease_id, tuple(held))
 
     def has(self, key: bytes, salt: bytes | None = None) -> bool:
         """Whether a block is visible, for that salt if one is given."""
         block = self._forest.find(key)
         return block is not None and block.stored and salt in (None, block.salt)
+
+    def lies_at(self, place: BlockPlace) -> bool:
+        """Whether a block is visible in the very slot and with the checksum that it had."""
+        block = self._forest.find(place.key)
+        return block is not None and block.shown == place
 
     def model_digest(self, key: bytes) -> bytes:
         """The model that made a block; empty if it is not here."""

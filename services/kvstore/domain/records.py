@@ -75,14 +75,21 @@ class Acquired:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One stored block and what it was stored with, leased so that another tier can copy it."""
+class HeldBlock:
+    """One stored block and what it was stored with."""
 
-    lease_id: str
     place: BlockPlace
     salt: bytes
     model_digest: bytes
     parent_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A run of stored blocks, each under the one before, leased so that another tier can copy them."""
+
+    lease_id: str
+    blocks: tuple[HeldBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from services.kvstore.domain.records import (
     TableStatistics,
     WrittenBlock,
 )
-from services.kvstore.operations.disk_tier import DiskCounts, DiskTier
+from services.kvstore.operations.disk_parts import DiskCounts
+from services.kvstore.operations.disk_tier import DiskTier
 from services.kvstore.operations.fetch_blocks import PeerCounts, PeerTier, Wanted
 from services.kvstore.ports import BlockArena, DiskFault
 
@@ -124,16 +125,27 @@ class BlockService:
         """Publish the blocks of a lease with their writer's checksums; the reservation ends.
 
         The bytes are not read: every reader checks its own copy, and reports what is wrong."""
-        parent = self._table.parent_of_lease(lease_id)
         keys = [key for key in self._table.writing(lease_id) if key in claims]
         written = [WrittenBlock(key, claims[key], claims[key]) for key in keys]
+        return self._publish(lease_id, written, len(claims))
+
+    async def commit_all(self, lease_id: str, checksums: Sequence[int]) -> Committed:
+        """As `commit`, of all blocks of a lease, in the order of the reservation; of none if there are not as many."""
+        keys = self._table.writing(lease_id)
+        if len(keys) != len(checksums):
+            keys = []
+        written = [WrittenBlock(key, sum_, sum_) for key, sum_ in zip(keys, checksums, strict=bool(keys))]
+        return self._publish(lease_id, written, len(checksums))
+
+    def _publish(self, lease_id: str, written: Sequence[WrittenBlock], claimed: int) -> Committed:
+        parent = self._table.parent_of_lease(lease_id)
         outcome = self._table.commit(lease_id, written, self._now())
         if outcome.committed:
             if self._disk is not None:
-                self._disk.note_stored(keys, parent)
+                self._disk.note_stored([block.key for block in written], parent)
             news, self._news = self._news, asyncio.Event()
             news.set()
-        return Committed(outcome.committed, len(claims) - outcome.committed)
+        return Committed(outcome.committed, claimed - outcome.committed)
 
     async def erase_salt(self, salt: bytes) -> Erased:
         """Drop every block of a tenant's salt in every tier and overwrite the bytes. Idempotent.

@@ -1,5 +1,6 @@
 """The writer of chains: what is reserved is published in order, or given back."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import xxhash
 
 from engines.block_arena import Bytes, MappedArena
-from engines.block_writer import BlockWriter, Chunk, StaleArena
+from engines.block_writer import BlockWriter, Chunk, StaleArena, write_in_time
 from roundhouse.wire.v1 import kv_pb2
 
 LENGTH, SLOTS = 4096, 12
@@ -36,8 +37,10 @@ class ScriptedStore:
         if keys:
             reply.lease_id = f"lease{len(self.parents)}"
             self.leases[reply.lease_id], self.parents[reply.lease_id] = keys, request.parent_key
-            for key in keys:
-                reply.slots.add(key=key, offset=self.free.pop(0) * LENGTH, length=LENGTH)
+            assert request.packed
+            reply.offsets.extend(self.free.pop(0) * LENGTH for _ in keys)
+            if keys != list(request.keys)[: len(keys)]:
+                reply.numbers.extend(list(request.keys).index(key) for key in keys)
         return reply
 
     def CommitBlocks(self, request: kv_pb2.CommitBlocksRequest, timeout: float) -> kv_pb2.CommitBlocksReply:
@@ -47,7 +50,7 @@ class ScriptedStore:
         if parent and parent not in self.there:
             return kv_pb2.CommitBlocksReply(rejected=len(keys))
         self.there += keys
-        self.checksums |= {block.key: block.checksum for block in request.blocks}
+        self.checksums |= dict(zip(keys, request.checksums, strict=True))
         return kv_pb2.CommitBlocksReply(committed=len(keys))
 
     def _maybe_fail(self, call: str) -> None:
@@ -112,6 +115,14 @@ def test_what_is_there_is_not_written_again(bench: Bench) -> None:
     assert len(bench.store.there) == 6
 
 
+def test_of_a_chunk_that_is_there_in_part_the_rest_is_written(bench: Bench) -> None:
+    """Two of five blocks are new: each gets its own bytes, the others keep theirs."""
+    bench.writer.store(bench.arena, chunks_of(3))
+    assert bench.writer.store(bench.arena, chunks_of(5)) == 2
+    for number in range(5):
+        assert bench.arena.view(number * LENGTH, LENGTH).tobytes() == block(number).tobytes()
+
+
 def test_without_room_the_rest_is_left_out(bench: Bench) -> None:
     """12 slots, 15 blocks."""
     assert bench.writer.store(bench.arena, chunks_of(8, 7)) == 12
@@ -142,6 +153,17 @@ def test_a_writer_that_is_late_writes_no_further(bench: Bench) -> None:
     assert bench.writer.store(bench.arena, chunks_of(2, 2, lease_ms=0)) == 0
     assert not bench.arena.view(0, 4 * LENGTH).any()
     assert sorted(bench.given_back) == sorted(bench.store.leases)
+
+
+@pytest.mark.parametrize(("offsets", "numbers"), [([0, LENGTH], [0, 7]), ([0], [0, 1]), ([0, LENGTH, 2 * LENGTH], [])])
+def test_an_answer_for_other_blocks_than_were_asked_for_is_refused(
+    bench: Bench, offsets: list[int], numbers: list[int]
+) -> None:
+    """Of two: one that is not among them, fewer slots than blocks, and one slot too many. Nothing is written."""
+    reply = kv_pb2.ReserveBlocksReply(lease_id="lease", incarnation="one", offsets=offsets, numbers=numbers)
+    with pytest.raises(ValueError):
+        write_in_time(bench.arena, reply, [block(1), block(2)], math.inf)
+    assert not bench.arena.view(0, SLOTS * LENGTH).any()
 
 
 def test_an_answer_that_points_outside_of_the_arena_is_refused(bench: Bench) -> None:

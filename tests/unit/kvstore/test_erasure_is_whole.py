@@ -21,8 +21,8 @@ from services.kvstore.domain.records import Acquired
 from services.kvstore.operations.disk_tier import REST_MS
 from services.kvstore.operations.fetch_blocks import Wanted
 from services.kvstore.ports import BlockCorrupt, DiskFault
+from tests.builders.disk_node import LENGTH, SEGMENT, Node, content
 from tests.builders.kv_blocks import HOLDER, OTHER_SALT, SALT, chain
-from tests.unit.kvstore.test_disk_tier import LENGTH, SEGMENT, Node, content
 
 KEYS = chain("a", 2)
 
