@@ -7,7 +7,8 @@ intake --submit--> inbox --> [step thread] --events--> outbox --> [reply thread]
 
 A slow caller never delays a step: its events gather in the outbox, and everything that is ready for one request goes
 out as one send. Fifty times a second, after a step, the reply thread asks every open request whether it was cancelled,
-and the step thread forgets those before its next step. A reply that raises ends that request alone.
+and the step thread forgets those before its next step. A reply that raises ends that request alone; its caller's stream
+is closed as far as it still can be, because Triton never unloads a model that owes an answer.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class EngineLoop:
 
     def submit(self, request: GenerationRequest, reply: Reply) -> None:
         """Queue a checked request; `request_id` must be new. Thread-safe."""
-        with self._news:
-            self._replies[request.request_id] = reply
-        with self._work:
+        with self._work:  # held over both: else a caller that is gone already could be forgotten before it is known
+            with self._news:
+                self._replies[request.request_id] = reply
             self._inbox.append((request, time.monotonic()))
             self._work.notify()
 
@@ -141,22 +142,31 @@ class EngineLoop:
             reply.send(events)
         except Exception as error:  # noqa: BLE001 - one broken reply must not stop the others
             self._report(f"reply failed: {error!r}")
-            if not is_final(events[-1]):
-                self._drop([request_id])
-                return
+            self._abandon([request_id])
+            return
         if is_final(events[-1]):
             del self._replies[request_id]
 
     def _look_for_cancelled(self) -> None:
-        for request_id, reply in list(self._replies.items()):
+        gone = [request_id for request_id, reply in list(self._replies.items()) if self._is_gone(reply)]
+        if gone:
+            self._abandon(gone)
+
+    def _is_gone(self, reply: Reply) -> bool:
+        try:
+            return reply.is_cancelled()
+        except Exception as error:  # noqa: BLE001 - who cannot be asked cannot be answered; the thread goes on
+            self._report(f"a caller cannot be asked: {error!r}")
+            return True
+
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        replies = [self._replies[request_id] for request_id in request_ids]
+        self._drop(request_ids)
+        for reply in replies:
             try:
-                if reply.is_cancelled():
-                    self._drop([request_id])
-                    reply.abandoned()
-            except Exception as error:  # noqa: BLE001 - one broken reply must not stop the others
-                self._report(f"reply failed: {error!r}")
-                if request_id in self._replies:
-                    self._drop([request_id])
+                reply.abandoned()
+            except Exception as error:  # noqa: BLE001 - one that is closed already
+                self._report(f"a reply cannot be closed: {error!r}")
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

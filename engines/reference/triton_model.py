@@ -64,8 +64,12 @@ class TritonPythonModel:
 
     def _submit_later(self, call: Call, sender: Any, span: RequestSpan) -> None:
         """Wait for blocks from a disk or another node, then go on with or without them."""
-        call = await_prefix(self._model, call)
-        self._loop.submit(call.request, self._reply(call, sender, span))
+        try:
+            call = await_prefix(self._model, call)
+            self._loop.submit(call.request, self._reply(call, sender, span))
+        except Exception as error:  # noqa: BLE001 - a thread of a pool has nobody who would answer in its place
+            pb_utils.Logger.log_error(f"intake failed: {error!r}")
+            send_error(sender, f"engine_fault: {type(error).__name__}")
 
     def _reply(self, call: Call, sender: Any, span: RequestSpan) -> SenderReply:
         return SenderReply(call, self._model.tokens, sender, span, self._counters)

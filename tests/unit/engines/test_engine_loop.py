@@ -28,6 +28,7 @@ class RecordingReply:
         self.may_go_on.set()
         self.cancelled = Flag()
         self.breaks = breaks
+        self.closed = Flag()
 
     def send(self, events: Sequence[Event]) -> None:
         self.sends.append(list(events))
@@ -42,6 +43,7 @@ class RecordingReply:
         return self.cancelled.is_set()
 
     def abandoned(self) -> None:
+        self.closed.set()
         self.ended.set()
 
     @property
@@ -102,7 +104,7 @@ def test_a_caller_that_goes_away_frees_its_slot(model: LoadedModel, loop: Engine
 def test_a_reply_that_raises_ends_its_own_request_only(
     model: LoadedModel, loop: EngineLoop, reports: list[str]
 ) -> None:
-    """It is reported once; the neighbour gets all its tokens."""
+    """It is reported once and its stream is closed; the neighbour gets all its tokens."""
     broken, well = RecordingReply(breaks=True), RecordingReply()
     loop.submit(make_request(model, "x", max_tokens=100, ignore_eos=True), broken)
     loop.submit(make_request(model, "x", max_tokens=100, ignore_eos=True), well)
@@ -110,6 +112,44 @@ def test_a_reply_that_raises_ends_its_own_request_only(
     assert len(well.token_ids) == 100
     assert len(broken.sends) == 1
     assert len(reports) == 1
+    assert broken.closed.is_set()
+
+
+class LastSendBreaks(RecordingReply):
+    """The response that should end the stream does not go out."""
+
+    def send(self, events: Sequence[Event]) -> None:
+        if is_final(events[-1]):
+            raise ConnectionError("no memory for the response")
+        super().send(events)
+
+
+def test_a_stream_whose_last_response_does_not_go_out_is_closed_all_the_same(
+    model: LoadedModel, loop: EngineLoop
+) -> None:
+    """Triton waits for the end of each stream before it unloads a model: for ever."""
+    reply = LastSendBreaks()
+    loop.submit(make_request(model, "x", max_tokens=3), reply)
+    assert reply.closed.wait(LIMIT_S)
+
+
+def test_a_caller_who_has_gone_before_the_engine_knows_of_him_costs_nothing(
+    model: LoadedModel, loop: EngineLoop
+) -> None:
+    """A hundred requests for 400 tokens beside one that runs, each gone when it comes: none is computed to its end."""
+    busy = RecordingReply()
+    loop.submit(make_request(model, "x", max_tokens=400, ignore_eos=True), busy)
+    gone = [RecordingReply() for _ in range(100)]
+    for reply in gone:
+        reply.cancelled.set()
+        loop.submit(make_request(model, "x", max_tokens=400, ignore_eos=True), reply)
+    assert all(reply.ended.wait(LIMIT_S) for reply in gone)
+    busy.cancelled.set()
+    assert busy.ended.wait(LIMIT_S)
+    after = RecordingReply()
+    loop.submit(make_request(model, "x", max_tokens=1), after)
+    assert after.ended.wait(LIMIT_S)
+    assert model.engine.statistics().running == 0
 
 
 @pytest.mark.parametrize("fault", ["is_cancelled", "abandoned"])
