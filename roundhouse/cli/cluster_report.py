@@ -30,6 +30,7 @@ class Summary(msgspec.Struct, kw_only=True):
     sample_model: str  # one that the first tenant may call; empty = the catalogue has no language model
     models: int
     elapsed_s: float
+    out_of_service: dict[str, str] = {}  # nodes that take no work, and why: a drain outlives restarts
 
 
 class ReportLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -180,6 +181,10 @@ def print_summary(console: Console, summary: Summary) -> None:
     ]
     for label, value in rows:
         console.print(Text(f"  {label:<26} {value}"), soft_wrap=True)
+    if summary.out_of_service:
+        console.print("\nOut of service (`roundhouse nodes resume NODE` brings a drained node back):\n")
+        for node, reason in summary.out_of_service.items():
+            console.print(Text(f"  {node:<26} {reason}"), soft_wrap=True)
     if summary.sample_model and summary.tenant_keys:
         console.print("\nA first request:\n")
         console.print(Text(curl_line(summary)), soft_wrap=True)

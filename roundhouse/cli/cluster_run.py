@@ -79,6 +79,9 @@ async def _summary(cluster: RunningCluster, admin: AdminClient, started: float) 
         sample_model=min(language, default=""),
         models=len(catalogue["models"]) + len(catalogue["adapters"]),
         elapsed_s=time.monotonic() - started,
+        out_of_service={
+            node["node_id"]: node["unhealthy_reason"] for node in await admin.nodes() if not node["accepting"]
+        },
     )
 
 

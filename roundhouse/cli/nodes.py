@@ -86,6 +86,6 @@ def _row(node: dict[str, Any]) -> list[object]:
         node["role"],
         "yes" if node["accepting"] else "no",
         node["unhealthy_reason"],
-        len(node["instances"]),
+        len(standing_on([node], node["node_id"])),
         *(used.get(tier, "") for tier in ("device", "host", "disk")),
     ]

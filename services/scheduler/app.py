@@ -37,6 +37,7 @@ from services.scheduler.operations.broken import BrokenInstances
 from services.scheduler.operations.completion import Completion
 from services.scheduler.operations.dispatch import Dispatcher
 from services.scheduler.operations.foresight import Foresight
+from services.scheduler.operations.idle_leavers import IdleLeavers
 from services.scheduler.operations.nodes import NodeRegistry
 from services.scheduler.operations.outlook import Outlooks
 from services.scheduler.operations.pools import Pools
@@ -58,6 +59,7 @@ from services.scheduler.settings import SchedulerSettings, device_time_pools, fa
 
 CONDITIONS_MS = 1_000
 TIDY_MS = 60_000  # how long the blocks of a node that has gone are kept at most, beyond what the registry keeps it
+IDLE_LOOK_MS = 1_000  # as the states of the nodes
 PRESTAGE_MS = 5_000  # as the plan of the devices
 HISTORY_MS = 1_000  # arrivals closer than this are one to a forecast
 
@@ -159,6 +161,7 @@ class Replica:
             load_deadline_ms=round(settings.load_deadline_seconds * 1000),
         )
         self._broken = BrokenInstances(store, pools, parts.loaders, self._dispatcher, clock)
+        self._idle_leavers = IdleLeavers(pools, parts.loaders, clock)
         self._upkeep = Upkeep(store, pools, self._dispatcher, self._residency, self._broken, clock, instruments)
         self._dispatcher.on_cold = self._upkeep.hurry
         self.nodes.listen(self._dispatcher.wake)
@@ -183,6 +186,7 @@ class Replica:
         lifecycle.every(HISTORY_MS, self.foresight.turn, "history")
         if self._prestaging is not None:
             lifecycle.every(PRESTAGE_MS, self._prestaging.turn, "prestage")
+        lifecycle.every(IDLE_LOOK_MS, self._idle_leavers.turn, "idle leavers")
         lifecycle.every(TIDY_MS, self._tidy, "tidy")
         subscriptions = [*await self._handlers.subscribe(), await self._forecasts.subscribe()]
         try:
@@ -204,7 +208,7 @@ def _conditions(
         readiness.set("nats", reason=None if bus.connected else "not connected")
         readiness.set("redis", reason=await _redis_fault(redis))
         readiness.set("catalogue", reason=catalogue.not_ready_reason)
-        readiness.set("nodes", reason=None if nodes.any_healthy else "no healthy node was heard of")
+        readiness.set("nodes", reason=None if nodes.any_present else "no node was heard of lately")
 
     return turn
 

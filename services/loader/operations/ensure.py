@@ -30,6 +30,8 @@ OPERATOR = "operator"
 """The reason of orders by people: they do not wait for the pause after a failure."""
 BROKEN = "broken"
 """The reason of an unload because the model's process died: Triton may never confirm it, and holds nothing any more."""
+IDLE = "idle"
+"""The reason of an order that unloads nothing: nobody uses a version that leaves, so it may be ended if it stays."""
 STUCK_MS = 5_000
 """A failed load whose memory Triton still holds is told to its callers after this time; its bytes stay held."""
 
@@ -87,11 +89,16 @@ class Orders:
     async def ensure_unloaded(self, order: UnloadOrder) -> bool:
         """Make a version go away; returns whether it was here, once its memory is free. Idempotent.
 
+        With the reason `IDLE` it only takes note, at once.
+
         Raises Conflict, DeadlinePassed (the unload goes on)."""
         home = self._node.residences.get(order.version)
         if home is None:
             return False
         was_loaded = not home.instance.state.is_at_rest
+        if order.reason == IDLE:
+            home.idle = home.instance.state in (State.DRAINING, State.UNLOADING)
+            return was_loaded
         generation = order.generation or home.instance.generation + 1
         home.reason = order.reason
         self._expect_taken(self._steps.take(order.version, words.UnloadCommanded(generation)))

@@ -78,6 +78,7 @@ class Residence:
     weights_bytes: int = 0
     unload_first: tuple[ModelVersion, ...] = ()
     reason: str = ""  # why the last order was given
+    idle: bool = False  # it leaves, and the scheduler has seen that nobody uses it
     promised_to: ModelVersion | None = None  # the load that gets its bytes
     refusal: RoundhouseError | None = None  # why attempt `refused_attempt` was not admitted
     refused_attempt: int = 0

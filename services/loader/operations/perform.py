@@ -37,8 +37,8 @@ DEAD_UNLOAD_MS = 1_000  # Triton confirms at once, or never: its requests to a d
 REPEAT_UNLOAD_MS = 5_000  # Triton forgets an unload that it got while it was restarted
 # A grant that is on its way reaches Triton in tens of milliseconds; ten times that (a guess).
 DRAIN_MS = 250
-# Whoever evicts has seen that no request runs there, so what Triton still waits for will never come: a stream that was
-# cancelled as it ended can do that (tried, one in ten on a busy machine). Confirmed unloads take under a second.
+# Whoever evicts has seen that no request runs there, so what Triton still waits for will never come: it can lose the
+# end of a stream (docs/decisions/0168; one unload in ten on a busy machine). Confirmed unloads take under a second.
 EVICTED_PATIENCE_MS = 5_000
 FREED_MS = 10_000  # a driver frees 100 GB in about a second; ten times that (a guess)
 UNFREED_NOISE_BYTES = 256 * 2**20  # contexts and pools that libraries make once and keep. A guess.
@@ -298,7 +298,8 @@ class Performer:
 
     async def _ended_by_force(self, home: Residence, waited_ms: int) -> bool:
         """End the process of a model that does not leave; its memory is free then, whatever Triton says."""
-        patience_ms = self._parts.unload_patience_ms if home.promised_to is None else EVICTED_PATIENCE_MS
+        is_idle = home.idle or home.promised_to is not None  # who evicts has seen that nobody runs there
+        patience_ms = EVICTED_PATIENCE_MS if is_idle else self._parts.unload_patience_ms
         if waited_ms < patience_ms:
             return False
         pids = await self._parts.processes.find(home.triton_name)

@@ -82,6 +82,8 @@ class Steps:
         version, state = home.instance.version, home.instance.state
         if state is before.state:
             return
+        if state is not State.UNLOADING:
+            home.idle = False
         if state is State.READY:
             self._take_back(home)
         if state is State.READY and before.state is State.LOADING:

@@ -143,6 +143,12 @@ class NodeRegistry:
         return heard is not None and heard.heard_ms > time_ms
 
     @property
+    def any_present(self) -> bool:
+        """Whether some node spoke lately, in service or not: with all nodes drained a scheduler is as well as ever."""
+        now_ms = self._clock.now_ms()
+        return any(now_ms - heard.heard_ms < STALE_MS for heard in self._heard.values())
+
+    @property
     def any_healthy(self) -> bool:
         """Whether some node takes work."""
         now_ms = self._clock.now_ms()

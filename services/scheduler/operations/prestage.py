@@ -4,7 +4,6 @@ Only into host memory that is free, only while no request waits for a load, one 
 loader joins a second order for the same version to the first, and what it says of its tiers ends the next one.
 """
 
-import asyncio
 from functools import partial
 
 import structlog
@@ -18,6 +17,7 @@ from services.scheduler.domain.nodes import NodeView, Residence, Role, Tier, Ver
 from services.scheduler.domain.placement import PoolView
 from services.scheduler.domain.records import VersionKey, model_of, owner_of
 from services.scheduler.operations.foresight import Foresight
+from services.scheduler.operations.keyed_tasks import KeyedTasks
 from services.scheduler.operations.orders import wire_version
 from services.scheduler.operations.pools import Pools
 from services.scheduler.ports import LoaderFleet
@@ -37,7 +37,7 @@ class Prestaging:
         self._loaders = loaders
         self._foresight = foresight
         self._clock = clock
-        self._running: dict[NodeId, asyncio.Task[None]] = {}
+        self._running: KeyedTasks[NodeId] = KeyedTasks("prestage")
 
     async def turn(self) -> None:
         """Begin what pays, in every pool. To be called every few seconds; what was begun ends by itself."""
@@ -57,23 +57,14 @@ class Prestaging:
 
     async def stop(self) -> None:
         """Follow no more; the loaders go on."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._running.stop()
 
     def _stage_somewhere(self, view: PoolView, spec: VersionSpec) -> None:
         nodes = {node.node_id: node for node in view.nodes if node.healthy and node.role is not Role.PREFILL}
         for node_id in order(spec.version, tuple(sorted(nodes))):
             if self._fits(nodes[node_id], spec):
-                task = asyncio.create_task(self._stage(node_id, spec.version), name="prestage")
-                self._running[node_id] = task
-                task.add_done_callback(partial(self._ended, node_id))
+                self._running.begin(node_id, partial(self._stage, node_id, spec.version))
                 return
-
-    def _ended(self, node_id: NodeId, task: "asyncio.Task[None]") -> None:
-        if self._running.get(node_id) is task:
-            del self._running[node_id]
 
     def _fits(self, node: NodeView, spec: VersionSpec) -> bool:
         state = self._pools.nodes.state(node.node_id)

@@ -68,6 +68,7 @@ class FakeNode:
     loading: dict[str, int] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
     unloads: list[str] = field(default_factory=list)
+    idle_ms: dict[str, int] = field(default_factory=dict)  # when it was first told that nobody uses what leaves
     now_running: Counter[str] = field(default_factory=Counter)
     sequence: int = 0
     address: str = ""  # of its loader; empty = its id
@@ -197,6 +198,11 @@ class FakeNode:
         name = request.version.model
         if self.deaf:
             raise Unavailable("the loader takes no orders")
+        if request.reason == "idle":
+            assert name in self.unloading, "only of what leaves"
+            assert not self.now_running[name], "only of what runs nothing"
+            self.idle_ms.setdefault(name, self.clock.now_ms())
+            return
         self.dead.discard(name)
         if name in self.stuck:
             self.unloading[name] = self.ready.pop(name, self.unloading.get(name, 0))

@@ -59,6 +59,16 @@ def test_a_detached_cluster_that_gets_ready_is_shown_and_ends_with_0() -> None:
     assert "catalogue: done" in page
     assert "up in 5.2 s with 405 models" in page
     assert "rh-key-of-acme" in page
+    assert "Out of service" not in page
+
+
+def test_nodes_that_were_drained_are_told_with_the_command_that_brings_them_back() -> None:
+    """A drain outlives the mesh; who starts it again would look for the reason why nothing is served."""
+    drained = msgspec.structs.replace(SUMMARY, out_of_service={"node-2": "in maintenance: new fan"})
+    _, page = shown([ReportLine(ready=drained)])
+    assert "roundhouse nodes resume NODE" in page
+    assert "node-2" in page
+    assert "in maintenance: new fan" in page
 
 
 def test_a_problem_of_a_detached_cluster_is_told_and_ends_with_1() -> None:

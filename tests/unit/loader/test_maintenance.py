@@ -5,7 +5,7 @@ import asyncio
 from roundhouse.errors import Conflict, Unavailable
 from services.loader.domain.instance import State
 from services.loader.domain.versions import triton_model_name
-from services.loader.operations.ensure import BROKEN, UnloadOrder
+from services.loader.operations.ensure import BROKEN, IDLE, UnloadOrder
 from services.loader.operations.maintenance import Maintenance, Recollection
 from services.loader.operations.watch_triton import LOST_MAX
 from services.loader.ports import Remembered
@@ -160,6 +160,33 @@ async def test_an_ordered_unload_is_patient(node: SmallNode) -> None:
     await asyncio.sleep(30)
     assert node.processes.ended == [11]
     assert await unloading
+
+
+@on_a_small_node(*MODELS)
+async def test_a_model_that_leaves_and_that_nobody_uses_is_ended_in_seconds(node: SmallNode) -> None:
+    """Unloaded by order; after 20 s the scheduler says that nobody is on it: the patience of an eviction is over."""
+    await node.load(A)
+    node.processes.pids = {name_of(A): [11]}
+    node.control.begin_request(name_of(A))  # a request that Triton forgot to end
+    unloading = asyncio.create_task(node.unload(A))
+    await asyncio.sleep(20)
+    assert node.processes.ended == []
+    assert await node.orders.ensure_unloaded(UnloadOrder(version_of(A), 0, reason=IDLE))
+    await asyncio.sleep(6)
+    assert node.processes.ended == [11]
+    assert await unloading
+    await node.load(A)
+    assert not node.node.residences[version_of(A)].idle
+
+
+@on_a_small_node(*MODELS)
+async def test_nothing_is_unloaded_because_nobody_uses_it(node: SmallNode) -> None:
+    """The order comes late, when the model is ready again: it stays, and its next unload is patient."""
+    await node.load(A)
+    assert await node.orders.ensure_unloaded(UnloadOrder(version_of(A), 0, reason=IDLE))
+    await asyncio.sleep(20)
+    assert node.state(A) is State.READY
+    assert not node.node.residences[version_of(A)].idle
 
 
 @on_a_small_node(*MODELS)

@@ -58,6 +58,19 @@ def test_a_silent_node_is_out_within_two_seconds_and_forgotten_later() -> None:
     assert registry.nodes(POOL) == ()
 
 
+def test_a_node_that_is_drained_is_there_while_it_speaks() -> None:
+    """It takes no work, so none is healthy; a scheduler that hears it is well, until it is silent for 1,800 ms."""
+    clock = ManualClock()
+    registry = NodeRegistry(clock)
+    assert not registry.any_present
+    drained = state(1)
+    drained.accepting = False
+    registry.observe(drained)
+    assert (registry.any_present, registry.any_healthy) == (True, False)
+    clock.advance(1_800)
+    assert not registry.any_present
+
+
 def test_a_node_that_a_gateway_lost_is_left_out_for_two_seconds() -> None:
     """Its loader's words do not help meanwhile: it may not have seen it yet. Of an unknown node nothing is kept."""
     clock = ManualClock()
