@@ -264,12 +264,13 @@ class BlockHolds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """A chain of blocks in the space of a tenant, and the name it is held under."""
+    """A chain of blocks of a prompt in the space of a tenant, and the name it is held under."""
 
     salt: bytes
     keys: tuple[bytes, ...]
     handle: str
     shared: SharedBeginning = OWN_SPACE_ONLY
+    prompt: tuple[int, ...] = ()
 
 
 class SignatureSource(Protocol):

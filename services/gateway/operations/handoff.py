@@ -48,6 +48,7 @@ class HandingOver:
         self._holds = holds
         self._prefill = prefill
         self._held = held
+        self._begun = 0
         self._on_handoff = on_handoff
         self._on_resumed = on_resumed
 
@@ -60,16 +61,24 @@ class HandingOver:
             async for chunk in self._node.generate(placement, request, timeout_ms=timeout_ms):
                 yield chunk
             return
-        transfer = self._holds.begin(self._prefill.kvstore_address, placement.kvstore_address, self._held)
+        held = self._held_for(request)
+        transfer = self._holds.begin(self._prefill.kvstore_address, placement.kvstore_address, held)
         try:
-            async with aclosing(self._over_two(placement, request, timeout_ms, transfer)) as chunks:
+            async with aclosing(self._over_two(placement, request, timeout_ms, transfer, held.handle)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
             transfer.end()
 
+    def _held_for(self, request: EngineRequest) -> HeldBlocks:
+        """Of one call: under a name of its own, so that it ends no other's; keys are known of one prompt only."""
+        self._begun += 1
+        handle = self._held.handle if self._begun == 1 else f"{self._held.handle}/{self._begun}"
+        is_its_prompt = tuple(request.prompt_token_ids) == self._held.prompt
+        return replace(self._held, handle=handle, keys=self._held.keys if is_its_prompt else ())
+
     async def _over_two(
-        self, placement: Placement, request: EngineRequest, timeout_ms: int, transfer: BlockTransfer
+        self, placement: Placement, request: EngineRequest, timeout_ms: int, transfer: BlockTransfer, handle: str
     ) -> AsyncGenerator[EngineChunk, None]:
         token_ids, handed = b"", False
         first = self._node.generate(self._prefill, replace(request, phase="prefill"), timeout_ms=timeout_ms)
@@ -90,7 +99,7 @@ class HandingOver:
             phase="decode",
             resumed_token_ids=token_ids_of(token_ids),
             kv_peers=(self._prefill.kvstore_address,) if self._prefill.kvstore_address else (),
-            kv_hold=self._held.handle,
+            kv_hold=handle,
         )
         resumed = False
         async with aclosing(self._node.generate(placement, rest, timeout_ms=timeout_ms)) as chunks:

@@ -250,9 +250,10 @@ class Run:
         if len(grant.placements) < 2:
             return self._parts.node
         first, then = grant.placements[0], grant.placements[-1]
-        salt = next((call.salt for call in self.work.calls if isinstance(call, EngineRequest)), "")
+        call = next((call for call in self.work.calls if isinstance(call, EngineRequest)), None)
+        salt, prompt = (call.salt, tuple(call.prompt_token_ids)) if call is not None else ("", ())
         handle = f"{attempt.request_id}/{attempt.number}"
-        held = HeldBlocks(bytes.fromhex(salt), self.work.block_keys, handle, self.work.shared)
+        held = HeldBlocks(bytes.fromhex(salt), self.work.block_keys, handle, self.work.shared, prompt)
 
         def handed_over() -> None:
             attempt.prefill_node_id, attempt.node_id = first.node_id, then.node_id

@@ -166,6 +166,26 @@ def test_prompt_on_one_node_and_the_rest_on_another() -> None:
     assert world.holds.ended == ["r1/1"]
 
 
+def test_choices_and_prompts_of_one_request_end_no_hold_but_their_own() -> None:
+    """Two choices of one prompt, and a call with another prompt: each transfer has a name of its own, and what is moved
+    ahead are blocks of the prompt that they are keys of. The other prompt's are fetched when they are asked for."""
+
+    async def scenario(world: GatewayWorld) -> None:
+        world.scheduler.placements = [PREFILL, DECODE]
+        work = world.work(resumable=True, choices=2, output_tokens=3)
+        first = work.calls[0]
+        assert isinstance(first, EngineRequest)
+        other = replace(first, prompt_token_ids=(7, 8, 9))
+        await collect(world, replace(work, calls=(*work.calls, other)))
+
+    world = in_world(scenario)
+    moved = {held.handle: held.keys for _, _, held in world.holds.begun}
+    assert moved == {"r1/1": (b"k1", b"k2"), "r1/1/2": (b"k1", b"k2"), "r1/1/3": ()}
+    assert sorted(world.holds.ended) == sorted(moved)
+    asked = [call.kv_hold for call in world.node.calls if isinstance(call, EngineRequest) and call.phase == "decode"]
+    assert sorted(asked) == sorted(moved)
+
+
 def test_one_token_needs_no_second_node() -> None:
     """The prefill's token is the whole answer: decode is not asked, nothing is held."""
 
