@@ -9,7 +9,7 @@ import os
 import secrets as chance
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from deploy.local.child import process_start_ticks
@@ -70,7 +70,8 @@ async def running_cluster(
         def _listen(event: PartEvent) -> None:
             if event.phase in (Phase.STARTING, Phase.SERVING, Phase.CRASHED):
                 previous = home.read_state()
-                cluster.write_state(ready=previous is not None and previous.ready)
+                with suppress(OSError):  # a full disk must not end the watch over the parts
+                    cluster.write_state(ready=previous is not None and previous.ready)
             listener(event)
 
         try:

@@ -149,13 +149,14 @@ class Supervisor:
 
     async def _watch(self, part: Part) -> None:
         """Wait for the end of a part and start it again, for ever."""
-        back_off_s = BACK_OFF_FIRST_S
+        back_off_s, before = BACK_OFF_FIRST_S, None
         while True:
             child = self._servers[part.name].child
             assert child is not None, "a watched part was started"
             code = await child.exited()
-            if time.monotonic() - child.started_monotonic > STEADY_AFTER_S:
+            if child is not before and time.monotonic() - child.started_monotonic > STEADY_AFTER_S:
                 back_off_s = BACK_OFF_FIRST_S
+            before = child
             detail = f"ended with {_say_code(code)}; starting it again in {back_off_s:.1f} s"
             self._listener(PartEvent(part.name, Phase.CRASHED, detail))
             await asyncio.sleep(back_off_s)
@@ -165,7 +166,7 @@ class Supervisor:
             self._restarts[part.name] += 1
             try:
                 await self._start(part)
-            except PartFailed as failure:
+            except (PartFailed, OSError) as failure:  # it did not come up, or there is nothing to start it from
                 self._listener(PartEvent(part.name, Phase.FAILED, str(failure).partition("\n")[0]))
                 await self._in_thread(self._servers[part.name].kill)
 

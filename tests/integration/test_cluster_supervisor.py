@@ -126,3 +126,22 @@ async def test_a_part_that_cannot_start_ends_the_start_with_its_own_words(tmp_pa
         await supervisor.start()
     await supervisor.stop()
     assert not supervisor.server("nats").alive
+
+
+async def test_a_part_that_cannot_even_be_tried_is_tried_again(tmp_path: Path) -> None:
+    """A file lies where its folder was when it ends: that is said, and once the folder is back, so is the part."""
+    events: list[PartEvent] = []
+    folder = tmp_path / "part"
+    supervisor = Supervisor((web_part("metering", Tier.MEMORY, folder),), events.append)
+    await supervisor.start()
+    try:
+        child = supervisor.server("metering").child
+        assert child is not None
+        folder.rename(tmp_path / "away")
+        folder.write_text("in the way")
+        child.send_signal(signal.SIGKILL)
+        await seen(events, "metering", Phase.FAILED)
+        folder.unlink()
+        await seen(events, "metering", Phase.SERVING, times=2)
+    finally:
+        await supervisor.stop()
