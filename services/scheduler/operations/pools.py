@@ -66,10 +66,22 @@ class Pools:
         self._disaggregated = disaggregated
         self._states: dict[PoolName, PoolState] = {}
         self._made: dict[PoolName, _Made] = {}
+        self._named: frozenset[PoolName] = frozenset()
+        self._named_by: Catalogue | None = None
 
     def names(self) -> set[PoolName]:
-        """Pools that exist: with nodes, or named by a model."""
-        return self.nodes.pools() | {model.pool for model in self.catalogue.current.models.values()}
+        """Pools that exist: with nodes, named by the catalogue, or with something left of before in the queues."""
+        left = {pool for pool, state in self._states.items() if state.depths or state.in_use}
+        return self.nodes.pools() | self._declared() | left
+
+    def _declared(self) -> frozenset[PoolName]:
+        catalogue = self.catalogue.current
+        if self._named_by is not catalogue:
+            own = (tenant.isolation for tenant in catalogue.tenants.values() if not tenant.has_own_instances)
+            of_models = {model.pool for model in catalogue.models.values()}
+            self._named = frozenset(of_models | {PoolName(each) for each in own if each != "shared"})
+            self._named_by = catalogue
+        return self._named
 
     async def refresh(self, pool: PoolName) -> PoolView:
         """The view with queues as they are now. Raises Unavailable."""

@@ -2,9 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
+from roundhouse.catalogue.records import Tenant
 from roundhouse.errors import Unavailable
+from roundhouse.vocabulary import PoolName, TenantId
 from roundhouse.wire.v1 import usage_pb2
 from services.scheduler.operations import deliveries
 from tests.fakes.clock import VirtualClock, run_virtual
@@ -63,5 +66,41 @@ def test_a_settlement_is_published_by_whoever_is_left(lease_seconds: float) -> N
             event = usage_pb2.UsageEvent.FromString(bus.tries[0])
             assert (event.id, event.data.emitter) == ("r/1", deliveries.EMITTER)
             assert (event.data.input_tokens, event.data.output_tokens) == (10, 1)  # of the last heartbeat
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("isolation", ["own", "shared"])
+def test_a_pool_whose_last_node_has_gone_is_tended_until_nothing_waits_there(isolation: str) -> None:
+    """One request runs, one waits with its gateway dead, and the pool's only node falls silent for good. At the
+    deadline, a minute after the node was forgotten, nothing waits there any more: also if the catalogue does not name
+    the pool now, and, if it does, for a replica that has never seen it."""
+
+    async def story() -> None:
+        async with world_on(FakeBus(), InMemorySchedulingStore(), VirtualClock()) as world:
+            m, own = model("m", slots=1), PoolName("own")
+            world.offer(m)
+            tenant = Tenant(name=TenantId("t1"), isolation=isolation)
+            tenants = {tenant.name: tenant}
+            world.source.current = msgspec.structs.replace(world.source.current, tenants=tenants)
+            node, doomed = await world.node(pool=own), await world.gateway()
+            first = await world.scheduler("s1")
+            await asyncio.sleep(1.1)
+            deadline_unix_ms = world.clock.now_ms() + 150_000
+            for name in ("runs", "waits"):
+                asked = doomed.ask(name, m, run_ms=300_000, pool=own, deadline_unix_ms=deadline_unix_ms)
+                await doomed.submit(asked)
+                await asyncio.sleep(1.5)
+            doomed.crash()
+            node.silent = True
+            await asyncio.sleep(90)
+            if isolation == own:
+                await first.kill()
+                await world.scheduler("s2")
+            state = await world.store.snapshot(own, world.clock.now_ms())
+            assert [each.waiting for each in state.depths] == [1]
+            await asyncio.sleep(60)
+            state = await world.store.snapshot(own, world.clock.now_ms())
+            assert (state.depths, state.in_use) == ((), {})
 
     run_virtual(story())
