@@ -50,7 +50,9 @@ class ModelProcesses(Protocol):
         ...
 
     async def end(self, pids: Sequence[int]) -> None:
-        """End them at once, and return when their memory is free. Idempotent."""
+        """End them at once, and return when their memory is free. Idempotent.
+
+        Raises Unavailable: this process may not, or they do not end."""
         ...
 
     async def memory_bytes(self, pids: Sequence[int]) -> int:
@@ -68,5 +70,7 @@ class ModelProcesses(Protocol):
         ...
 
     async def end_server(self, pid: int, patience_ms: int) -> None:
-        """Ask Triton to end, make it after `patience_ms`, and end what it left behind. Nothing is started."""
+        """Ask Triton to end, make it after `patience_ms`, and end what it left behind. Nothing is started.
+
+        Raises Unavailable as `end`."""
         ...

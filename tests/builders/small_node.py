@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from roundhouse.catalogue.records import ContentFile, Engine, Interface, Model
-from roundhouse.errors import RoundhouseError
+from roundhouse.errors import RoundhouseError, Unavailable
 from roundhouse.vocabulary import ModelName
 from roundhouse.wire.v1 import loading_pb2
 from services.loader.device_ports import ServerMemory
@@ -135,6 +135,8 @@ class FakeProcesses:
     pids: dict[str, list[int]] = field(default_factory=dict)
     bytes_each: int = 0
     ended: list[int] = field(default_factory=list)
+    why_not: str = ""
+    """Why processes cannot be ended; empty = they can."""
     beside: ServerMemory | None = None
 
     async def find(self, triton_name: str) -> Sequence[int] | None:
@@ -143,6 +145,8 @@ class FakeProcesses:
 
     async def end(self, pids: Sequence[int]) -> None:
         """See `ModelProcesses.end`."""
+        if self.why_not:
+            raise Unavailable(self.why_not)
         self.ended += pids
 
     async def memory_bytes(self, pids: Sequence[int]) -> int:
@@ -159,7 +163,7 @@ class FakeProcesses:
 
     async def end_server(self, pid: int, patience_ms: int) -> None:
         """See `ModelProcesses.end_server`."""
-        self.ended.append(pid)
+        await self.end([pid])
 
 
 @dataclass(slots=True)

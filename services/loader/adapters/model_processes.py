@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from roundhouse.errors import Unavailable
 from services.loader.adapters.process_table import PROC, Process, ProcessTable, own_bytes, runs
 from services.loader.device_ports import ServerMemory
 
@@ -35,7 +36,8 @@ class StubProcesses:
     async def end(self, pids: Sequence[int]) -> None:
         """See `ModelProcesses.end`."""
         _send(pids, signal.SIGKILL)
-        await self._wait_for_end(pids, END_LOOKS)
+        if not await self._wait_for_end(pids, END_LOOKS):
+            raise Unavailable(f"processes that were ended are still there: {sorted(pids)}")
 
     async def memory_bytes(self, pids: Sequence[int]) -> int:
         """See `ModelProcesses.memory_bytes`."""
@@ -103,4 +105,7 @@ def _stubs(table: ProcessTable, servers: Collection[int], triton_name: str) -> l
 def _send(pids: Iterable[int], signal_number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal_number)
+            try:
+                os.kill(pid, signal_number)
+            except PermissionError as error:
+                raise Unavailable(f"the loader may not end process {pid}: run it as Triton's user") from error

@@ -11,6 +11,7 @@ the node brings the moment. It starts no Triton itself.
 import structlog
 
 from roundhouse.clock import Clock
+from roundhouse.errors import Unavailable
 from services.loader.device_ports import DeviceInventory, ModelProcesses, ServerMemory
 from services.loader.domain.instance import State
 from services.loader.operations.node import Node
@@ -47,6 +48,8 @@ class LeakWatch:
         self._bound = bound_bytes
         self._first: ServerMemory | None = None
         self._told: set[str] = set()
+        self._stays = 0
+        """The process that could not be ended: it is not tried again."""
 
     async def turn(self) -> None:
         """Look, tell, and end a Triton that leaks and holds nothing. Raises nothing that is expected."""
@@ -66,7 +69,7 @@ class LeakWatch:
             self._measurements.unaccounted(where, size)
             self._tell(where, size)
         worst = max(grown, key=lambda where: grown[where], default=SERVER)
-        if self._told and server is not None and self._is_empty():
+        if self._told and server is not None and server.pid != self._stays and self._is_empty():
             await self._recycle(server, worst, grown[worst])
 
     def _steps(self) -> int | None:
@@ -121,6 +124,9 @@ class LeakWatch:
             self._first = None
             self._told.clear()
             self._node.unowned.clear()
+        except Unavailable as error:
+            log.error("triton_stays", pid=server.pid, reason=error.message)
+            self._stays = server.pid
         finally:
             self._node.recycling = ""
             self._node.tell()

@@ -307,7 +307,11 @@ class Performer:
             return False
         version = home.instance.version
         log.warning("model_process_ended", model=version.model, waited_ms=waited_ms)
-        await self._parts.processes.end(pids)
+        try:
+            await self._parts.processes.end(pids)
+        except Unavailable as error:
+            log.error("model_process_stays", model=version.model, reason=error.message)
+            return False  # its bytes stay held
         self._node.dead.add(home.triton_name)
         details = {"waited_ms": str(waited_ms)}
         self._parts.audit.record(AuditNote("process-ended", version, "Triton did not let go of it", details))

@@ -311,3 +311,20 @@ async def test_a_gpu_that_leaks_is_told_and_not_given_to_models(node: SmallNode)
     assert [note.what for note in node.audit.notes] == ["leak"]
     assert node.device == (500 * MB, 0)
     assert node.processes.ended == []
+
+
+@on_a_small_node(A, B)
+async def test_a_leaking_triton_that_may_not_be_ended_goes_on_taking_work(node: SmallNode) -> None:
+    """It is tried once, and said; the node is not out of service every five seconds from then on."""
+    node.processes.beside = ServerMemory(5, 300)
+    await node.leaks.turn()
+    node.processes.beside = ServerMemory(5, 301 + LEAK_BYTES)
+    node.processes.why_not = "the loader may not end process 5"
+    before = node.node.changes.next()
+    await node.leaks.turn()
+    assert before.is_set()
+    again = node.node.changes.next()
+    await node.leaks.turn()
+    assert not again.is_set()
+    assert node.node.not_accepting_reason == ""
+    assert node.measurements.recycled == 0

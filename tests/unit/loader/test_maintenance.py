@@ -275,3 +275,19 @@ async def test_who_ordered_maintenance_and_left_at_once_stopped_nothing(node: Sm
     await node.watch.turn()
     assert node.state(A) is State.STAGED
     assert node.memory.remembered.maintenance == "new fan"
+
+
+@on_a_small_node(*MODELS)
+async def test_a_process_that_may_not_be_ended_holds_its_memory_and_nothing_else(node: SmallNode) -> None:
+    """The loader is not Triton's user: the model goes on leaving, its bytes stay held, and other orders are taken."""
+    await node.load(A)
+    node.processes.pids = {name_of(A): [11]}
+    node.processes.why_not = "this process may not end process 11"
+    node.control.begin_request(name_of(A))
+    unloading = asyncio.create_task(node.unload(A))
+    await asyncio.sleep(330)
+    assert (node.state(A), node.device) == (State.UNLOADING, (100, 0))
+    assert (await node.load(B))[-1].state is State.READY
+    node.control.end_request(name_of(A))
+    assert await unloading
+    assert node.processes.ended == []
