@@ -7,14 +7,18 @@ from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import NodeId, Outcome, PoolName, PriorityClass, TenantId
 from services.scheduler.adapters.redis_store import RedisSchedulingStore, pool_prefix
 from services.scheduler.domain.records import (
+    BROKEN,
     AttemptId,
     Ending,
+    LoadClaim,
+    LoadFailure,
     Offer,
     QueueEntry,
     Room,
     instance_key,
     version_key,
 )
+from services.scheduler.domain.residency import Claimed, ClaimOrder, DrainOrder
 from services.scheduler.domain.service import Policy
 from tests.fakes.scheduling_store import InMemorySchedulingStore
 
@@ -78,3 +82,24 @@ async def test_a_clock_that_was_ahead_stops_nobody_for_longer_than_a_minute(redi
     assert (await store.take(pool, offer, 1, now_ms)).granted == ()
     await redis.aclose()
     assert 0 < left_ms <= 60_000
+
+
+async def test_notes_about_what_has_gone_do_not_pile_up(redis_url: str) -> None:
+    """Nodes with new names come and go for months. Of more than 1,000 failures, marks and claims those that are void
+    are forgotten with the next expiry, in both stores; what is still of use stays."""
+    redis = open_redis(redis_url)
+    pool, now_ms = PoolName("notes"), 1_800_000_000_000
+    states = []
+    for store in (RedisSchedulingStore(redis, POLICY), InMemorySchedulingStore(POLICY)):
+        for number in range(1_001):
+            node, until_ms, other = NodeId(f"n{number}"), now_ms + number, version_key(f"m{number}", "sha256:1")
+            await store.release_load(pool, VERSION, node, "s1", LoadFailure(until_ms, 1, "no such file"), now_ms)
+            mark = DrainOrder(instance_key(node, VERSION), VERSION, BROKEN, until_ms, True)
+            await store.begin_drain(pool, mark, now_ms)
+            claim = ClaimOrder(other, LoadClaim(node, "s1", until_ms, 1), revision=3 * number + 2)
+            assert await store.claim_load(pool, claim, now_ms) == Claimed()
+        await store.expire(pool, now_ms + 999)
+        states.append(await store.snapshot(pool, now_ms))
+    await redis.aclose()
+    assert states[0] == states[1]
+    assert (len(states[0].failures), len(states[0].drains), len(states[0].loads)) == (1, 1, 1)

@@ -190,11 +190,11 @@ class FairQueue:
             attempt = self._attempts[attempt_id]
             ran_ms = attempt.lease_expires_ms - self.policy.lease_ms - attempt.granted_ms
             self._release(attempt, attempt.used, ran_ms, now_ms)
-            attempt.standing = Standing.LAPSED
-            attempt.ended_ms = now_ms
+            attempt.standing, attempt.ended_ms = Standing.LAPSED, now_ms
             attempt.lease_expires_ms -= self.policy.lease_ms
             self._due.set(attempt_id, now_ms + self.policy.retry_ms)
             lapsed.append(attempt.ticket())
+        self.residency.forget(now_ms)
         return Expired(refused, tuple(lapsed))
 
     def refuse(

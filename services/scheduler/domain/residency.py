@@ -28,6 +28,8 @@ from services.scheduler.domain.records import (
     owner_of,
 )
 
+NOTES_MOST = 1_000  # a guess: more than a large pool has at once, and read in milliseconds
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
@@ -157,3 +159,12 @@ class ResidencyBook:
         else:
             self.failures[(version, node_id)] = failure
         self.revision += 1
+
+    def forget(self, now_ms: int) -> None:
+        """Drop void notes where there are many: nodes and versions come and go, and leave theirs behind."""
+        if len(self.drains) > NOTES_MOST:
+            self.drains = {key: mark for key, mark in self.drains.items() if mark.until_ms > now_ms}
+        if len(self.loads) > NOTES_MOST:
+            self.loads = {key: claim for key, claim in self.loads.items() if claim.until_ms > now_ms}
+        if len(self.failures) > NOTES_MOST:
+            self.failures = {key: each for key, each in self.failures.items() if each.retry_at_ms > now_ms}

@@ -15,6 +15,7 @@ do
        IDLE_SECONDS = 86400, -- accounts and averages of a lane nobody used for a day are forgotten
        OUTPUT_UNITS = 2, FIRST_OUTPUT = 256, FIRST_RUN = 1000, SHIFT = 8, -- see `domain/service.py`
        BATCH = 200, -- tickets of one expiry or claim
+       NOTES = 1000, -- marks, claims or failures above which the void ones are forgotten; see `domain/residency.py`
        FENCE_STEP = 100, -- the latest time is noted this coarsely
        FENCE_SECONDS = 60, -- and forgotten after so long: a guess, longer than a process sleeps unnoticed
        STALE = {err = 'STALE the caller is behind the others'}}
