@@ -36,7 +36,6 @@ class GatewayMesh:
 
     mesh: BenchmarkMesh
     node: LocalServer
-    node_port: int
     digests: Mapping[str, str]
 
     @property
@@ -85,7 +84,7 @@ async def gateway_mesh(
                 await asyncio.to_thread(_wait_started, node)
                 try:
                     await cluster.wait_ready()
-                    yield GatewayMesh(BenchmarkMesh(cluster, admin, keys), node, port, digests)
+                    yield GatewayMesh(BenchmarkMesh(cluster, admin, keys), node, digests)
                 finally:
                     await asyncio.to_thread(node.stop)
             finally:

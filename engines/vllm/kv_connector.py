@@ -24,7 +24,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
-    KVConnectorRole,
 )
 
 from engines.vllm.block_saves import SavePlan, TrackedRequest, keys_of, layout_digest, save_plan
@@ -69,7 +68,6 @@ class RoundhouseConnector(KVConnectorBase_V1):  # type: ignore[misc,unused-ignor
         self._layers: list[torch.Tensor] = []
         self._wrong: set[int] = set()
         self._spoilt: set[str] = set()  # requests of this step that had a wrong block
-        self._is_worker = role == KVConnectorRole.WORKER
 
     # Scheduler
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from roundhouse.catalogue.store import CatalogueReader, CatalogueView
 from roundhouse.clock import Clock, SystemClock
-from roundhouse.errors import InvalidInput, Unavailable
+from roundhouse.errors import Unavailable
 from roundhouse.event_bus import EventBus, connect_bus
 from roundhouse.grpc_edge import GrpcServer
 from roundhouse.http_server import TlsFiles, serve_http
@@ -58,7 +58,7 @@ from services.gateway.adapters.triton_node import TritonNodes
 from services.gateway.adapters.usage_outbox import UsageOutbox
 from services.gateway.operations.adapter_placing import AdapterPlacing
 from services.gateway.operations.admin_ports import NodeStates
-from services.gateway.operations.apply import Declared
+from services.gateway.operations.apply import read_declared
 from services.gateway.operations.attempts import Attempts
 from services.gateway.operations.heartbeat import HEARTBEAT_MS, beat, renew
 from services.gateway.operations.infer_tensors import TensorWork
@@ -276,7 +276,7 @@ class Gateway:
         )
         services = await self._stack.enter_async_context(open_admin(parts))
         if settings.catalogue_file:
-            declared = await asyncio.to_thread(_read_declared, settings.catalogue_file)
+            declared = await asyncio.to_thread(read_declared, Path(settings.catalogue_file))
             await services.applying.apply(declared, actor=APPLIED_AT_START)
         addresses.admin = await self._stack.enter_async_context(
             serve_http(
@@ -374,11 +374,3 @@ def _issuer(settings: GatewaySettings) -> Issuer:
         scopes=settings.jwt_scopes,
         leeway_s=settings.jwt_leeway_seconds,
     )
-
-
-def _read_declared(file: str) -> Declared:
-    path = Path(file).absolute()
-    try:
-        return Declared(path.read_text(encoding="utf-8"), path.name, path.parent)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"the catalogue file {path} cannot be read: {error}") from error

@@ -165,7 +165,6 @@ class _Loader:
             self._inventory,
             self._audit,
             self._measurements,
-            self._clock,
             self._settings.leak_bytes,
         )
         lifecycle.every(LOOK_MS, leaks.turn, "leaks")

@@ -166,7 +166,7 @@ class Replica:
         self._dispatcher.on_cold = self._upkeep.hurry
         self.nodes.listen(self._dispatcher.wake)
         outlooks = Outlooks(pools, index, policy, clock)
-        submission = Submission(store, pools, self._dispatcher, clock, instruments, self.foresight, outlooks)
+        submission = Submission(pools, self._dispatcher, clock, instruments, self.foresight, outlooks)
         completion = Completion(store, self._dispatcher, clock, instruments, self._broken, self.foresight, pools.speeds)
         self._prestaging = Prestaging(pools, parts.loaders, self.foresight, clock) if settings.prewarm else None
         self._forecasts = ForecastEdge(parts.bus, self.foresight, parts.catalogue)

@@ -327,7 +327,7 @@ async def small_node(
             gauge,
             watch,
             inventory,
-            LeakWatch(node, processes, inventory, audit, measurements, clock, LEAK_BYTES),
+            LeakWatch(node, processes, inventory, audit, measurements, LEAK_BYTES),
             shelf,
             adapters,
             board,

@@ -63,7 +63,6 @@ class JetStreamBatches:
         self._jetstream = jetstream
         self._records = records
         self._files = files
-        self._work: Any = None
 
     @classmethod
     async def open(cls, bus: NatsBus) -> "JetStreamBatches":

@@ -10,7 +10,6 @@ the node brings the moment. It starts no Triton itself.
 
 import structlog
 
-from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
 from services.loader.device_ports import DeviceInventory, ModelProcesses, ServerMemory
 from services.loader.domain.instance import State
@@ -36,7 +35,6 @@ class LeakWatch:
         inventory: DeviceInventory,
         audit: AuditTrail,
         measurements: Measurements,
-        clock: Clock,
         bound_bytes: int,
     ) -> None:
         self._node = node
@@ -44,7 +42,6 @@ class LeakWatch:
         self._inventory = inventory
         self._audit = audit
         self._measurements = measurements
-        self._clock = clock
         self._bound = bound_bytes
         self._first: ServerMemory | None = None
         self._told: set[str] = set()

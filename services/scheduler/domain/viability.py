@@ -24,8 +24,7 @@ class Viable:
 class TooBig:
     """No node of the pool could ever hold it."""
 
-    largest_bytes: int
-    reason: str = ""  # in words
+    reason: str  # in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,7 @@ def viability(view: PoolView, spec: VersionSpec, now_ms: int) -> Viability:
         return Viable(slots)
     able = [node for node in view.nodes if serves(node, spec.version) and could_ever_hold(node, spec)]
     if view.nodes and not able:
-        largest = max(each.capacity for node in view.nodes for each in node.places)
-        return TooBig(largest, f"no node of its pool has {devices_needed(spec)}")
+        return TooBig(f"no node of its pool has {devices_needed(spec)}")
     healthy = [node for node in able if node.healthy]
     if not healthy:
         return Viable(0) if any(node.quiet for node in able) else NoNode()

@@ -31,7 +31,7 @@ from services.scheduler.operations.foresight import Foresight, expected_load_ms
 from services.scheduler.operations.nodes import DAZED_MS
 from services.scheduler.operations.outlook import Outlook, Outlooks
 from services.scheduler.operations.pools import DEFAULT_POOL, Pools
-from services.scheduler.ports import Instruments, SchedulingStore
+from services.scheduler.ports import Instruments
 
 PAUSE_MS = 50
 _WHOSE = {"": "", "k:": " of this key", "m:": " for this model"}
@@ -44,7 +44,6 @@ class Submission:
 
     def __init__(
         self,
-        store: SchedulingStore,
         pools: Pools,
         dispatcher: Dispatcher,
         clock: Clock,
@@ -52,7 +51,6 @@ class Submission:
         foresight: Foresight,
         outlooks: Outlooks,
     ) -> None:
-        self._store = store
         self._pools = pools
         self._dispatcher = dispatcher
         self._clock = clock
@@ -82,7 +80,7 @@ class Submission:
             return _refused(wire.Refused.REASON_NEVER_FITS, impossible)
         outlook = self._outlooks.of(pool, version, model, request)
         match viability(view, outlook.spec, self._clock.now_ms()):
-            case TooBig(_, reason):
+            case TooBig(reason):
                 return _refused(wire.Refused.REASON_NEVER_FITS, f"the model can never be loaded: {reason}")
             case NoNode() if request.attempt > 1:
                 # It was accepted before and may be a stream in the middle: its node, or another, may be back in time.

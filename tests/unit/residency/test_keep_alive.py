@@ -9,7 +9,6 @@ from services.scheduler.domain.warmth.keep_alive import (
     FixedKeepAlive,
     HybridHistogram,
     Window,
-    hazard_price,
 )
 
 A = VersionKey("a@1")
@@ -74,8 +73,3 @@ def test_a_dearer_price_holds_less() -> None:
         held.append(sum(window.to_ms - window.from_ms for window in policy.windows(A)))
     assert held[0] >= held[1] >= held[2]
     assert held[0] > held[2]
-
-
-def test_the_price_of_a_place_grows_with_bytes_and_falls_with_the_time_to_load() -> None:
-    """0.001 ms of waiting per MiB and ms, 1000 MiB, 5000 ms to load: 0.001 x 1000 / 5000 = 0.0002 arrivals per ms."""
-    assert hazard_price(0.001, 1000 << 20, 5_000) == pytest.approx(0.0002)

@@ -211,7 +211,7 @@ def test_viability_tells_what_can_run() -> None:
         return viability(PoolView(nodes, state, SPECS), spec, NOW)
 
     failed = replace(waiting(), failures={(A, NodeId("n1")): LoadFailure(NOW + 5, 2, "broke")})
-    assert ask(waiting(), node("n1", 99)) == TooBig(99, "no node of its pool has a device of 100 bytes")
+    assert ask(waiting(), node("n1", 99)) == TooBig("no node of its pool has a device of 100 bytes")
     assert ask(waiting()) == NoNode()
     assert ask(waiting(), node("n1", 100, healthy=False)) == NoNode()
     assert ask(waiting(), node("n1", 100, ready(A))) == Viable(2)

@@ -66,6 +66,6 @@ def test_what_is_on_its_way_to_a_slice_came_first() -> None:
 def test_it_says_what_is_missing() -> None:
     """No slice at all; or the only node has the same version for others."""
     without = PoolView((node(slices=0),), waiting(OWN), SPECS)
-    assert viability(without, SPECS[OWN], NOW) == TooBig(40, "no node of its pool has a MIG slice of 40 bytes")
+    assert viability(without, SPECS[OWN], NOW) == TooBig("no node of its pool has a MIG slice of 40 bytes")
     for_others = PoolView((node(standing(version_key("own", "sha256:1"), 1)),), waiting(OWN), SPECS)
     assert why_nowhere(for_others, SPECS[OWN], NOW) == (Wait.NODE, HELD_APART)

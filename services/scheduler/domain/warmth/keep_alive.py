@@ -141,8 +141,3 @@ class ExpectedValueKeepAlive:
         """See `KeepAlivePolicy`."""
         found = self.forecaster.law(version)
         return () if found is None else tuple(Window(low, high) for low, high in found.warm_spans(self.price))
-
-
-def hazard_price(value_per_mib_ms: float, model_bytes: int, reload_ms: int) -> float:
-    """The least hazard per ms that pays for a place, from the pool's price of memory (ms of waiting per MiB and ms)."""
-    return value_per_mib_ms * model_bytes / (1 << 20) / max(1, reload_ms)
