@@ -56,7 +56,8 @@ class Rooms:
             node = nodes.get(claim.node_id)
             if node is not None and claim.until_ms > now_ms and not is_held(node, version):
                 for index in claim.devices or (rooms._roomiest(node),):
-                    rooms.free[(node.node_id, index)] -= _claimed_share(claim)
+                    if (node.node_id, index) in rooms.free:  # else its loader came back with other devices
+                        rooms.free[(node.node_id, index)] -= _claimed_share(claim)
         return rooms
 
     def has_room(self, node: NodeView, share: int) -> bool:

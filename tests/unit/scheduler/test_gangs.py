@@ -1,10 +1,12 @@
 """Gangs: k devices of one link group on one node, or nothing."""
 
+from dataclasses import replace
+
 from roundhouse.vocabulary import NodeId, PoolName, PriorityClass
 from services.scheduler.domain.nodes import DeviceView, NodeView, VersionSpec
 from services.scheduler.domain.placement import PoolView, ResidencyPolicy, plan
 from services.scheduler.domain.plans import Wait
-from services.scheduler.domain.records import LaneDepth, PoolState, version_key
+from services.scheduler.domain.records import LaneDepth, LoadClaim, PoolState, version_key
 
 NOW = 1_000_000
 GANG = version_key("gang", "sha256:1")
@@ -34,3 +36,11 @@ def test_half_a_gang_on_each_of_two_nodes_is_no_gang() -> None:
     (deferred,) = made.deferred
     assert deferred.why is not Wait.DEVICES, "the nodes have such devices; they are taken now"
     assert deferred.reason
+
+
+def test_a_claim_on_devices_that_a_node_has_no_more_is_no_reason_to_stop() -> None:
+    """Its loader came back with other devices while a load on the old ones was claimed: the gang goes on two others."""
+    claim = LoadClaim(NodeId("n1"), "s1", NOW + 15_000, 200, (1, 7))
+    state = replace(WAITING, loads={version_key("old", "sha256:1"): claim})
+    (load,) = plan(PoolView((node("n1", (100, 100), (100, 100)),), state, SPECS), ResidencyPolicy(), NOW).loads
+    assert load.devices == (2, 3)
