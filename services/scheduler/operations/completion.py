@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from itertools import islice
 
 from roundhouse.clock import Clock
+from roundhouse.errors import Unavailable
 from roundhouse.vocabulary import NodeId, Outcome, PoolName
 from roundhouse.wire.v1 import scheduling_pb2 as wire
 from roundhouse.wire.v1 import vocabulary_pb2
@@ -112,7 +113,11 @@ class Completion:
             by_pool[_pool(lease.pool)].append(Progress(attempt_id(lease.request_id, lease.attempt), used))
         now_ms = self._clock.now_ms()
         renewals = [self._renew(pool, leases, now_ms) for pool, leases in by_pool.items()]
-        await _each([*renewals, self.finished(heartbeat.finished)])
+        try:
+            await _each([*renewals, self.finished(heartbeat.finished)])
+        except Unavailable:
+            self._settled.clear()  # a primary that died may have taken its last writes along: tell the next one again
+            raise
 
     async def _renew(self, pool: PoolName, leases: Sequence[Progress], now_ms: int) -> None:
         await self._store.renew(pool, leases, now_ms)

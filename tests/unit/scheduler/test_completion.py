@@ -52,3 +52,23 @@ def test_a_pool_whose_store_is_away_costs_no_other_pool_its_leases(order: tuple[
         asyncio.run(completion.heartbeat(heartbeat))
     assert half.renewed == [AttemptId("runs in well/1")]
     assert half.ended == [AttemptId("ended in well/1")]
+
+
+def test_after_the_store_was_away_endings_are_told_it_again() -> None:
+    """A primary that died may have taken its last writes along: the heartbeats' repeats go to the new one."""
+    half = HalfAway()
+    parts = cast("Any", half)
+    completion = Completion(parts, parts, ManualClock(), *[cast("Any", None)] * 4)
+    ended = wire.Heartbeat(gateway_id="g", finished=[wire.Finished(request_id="r", attempt=1, pool=WELL)])
+    lost = wire.Heartbeat(gateway_id="g", leases=[wire.LeaseProgress(request_id="s", attempt=1, pool=AWAY)])
+
+    async def story() -> None:
+        for _ in range(2):
+            await completion.heartbeat(ended)
+        assert half.ended == ["r/1"], "what is known to be settled needs no script"
+        with pytest.raises(Unavailable):
+            await completion.heartbeat(lost)
+        await completion.heartbeat(ended)
+
+    asyncio.run(story())
+    assert half.ended == ["r/1", "r/1"]
