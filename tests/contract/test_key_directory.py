@@ -11,7 +11,7 @@ from roundhouse.catalogue.records import ScopeLimits
 from roundhouse.errors import NotFound, Unauthenticated, Unavailable
 from roundhouse.redis_edge import open_redis
 from roundhouse.vocabulary import KeyId, TenantId
-from services.gateway.adapters import key_directory
+from services.gateway.adapters import key_directory, redis_names
 from services.gateway.adapters.admin_key_registry import RedisKeyRegistry
 from services.gateway.adapters.key_directory import KNOWN_MS, UNKNOWN_MS, RedisKeyDirectory
 from services.gateway.domain.keys import ADMIN, BOOTSTRAP_KEY_ID, INFERENCE, OPERATORS, KeyRecord, key_hash
@@ -152,8 +152,8 @@ async def test_a_key_that_is_to_end_ends_everywhere_at_that_time(world: World) -
     for gateway in (world.a, world.b):
         await gateway.identify(K1)
     ends_ms = world.clock.now_ms() + 1_000
-    assert (await world.registry.end_at(KeyId("key-1"), ends_ms)).expires_ms == ends_ms
-    assert (await world.registry.end_at(KeyId("key-1"), ends_ms + 9_000)).expires_ms == ends_ms
+    for at_ms in (ends_ms, ends_ms + 9_000):
+        assert (await world.registry.end_at(KeyId("key-1"), at_ms, now_ms=world.clock.now_ms())).expires_ms == ends_ms
     world.clock.advance(999)
     for gateway in (world.a, world.b):
         await gateway.identify(K1, fresh=True)
@@ -162,16 +162,52 @@ async def test_a_key_that_is_to_end_ends_everywhere_at_that_time(world: World) -
         with pytest.raises(Unauthenticated):
             await gateway.identify(K1, fresh=True)
     with pytest.raises(NotFound):
-        await world.registry.end_at(KeyId("key-none"), ends_ms)
+        await world.registry.end_at(KeyId("key-none"), ends_ms, now_ms=world.clock.now_ms())
 
 
 async def test_a_revoked_key_does_not_come_back_by_ending_it_later(world: World) -> None:
     """Case B06: a rotation that meets a revocation leaves the key dead."""
     await world.add(K1)
     await world.registry.revoke(KeyId("key-1"), world.clock.now_ms())
-    await world.registry.end_at(KeyId("key-1"), world.clock.now_ms() + 60_000)
+    now_ms = world.clock.now_ms()
+    await world.registry.end_at(KeyId("key-1"), now_ms + 60_000, now_ms=now_ms)
     with pytest.raises(Unauthenticated):
         await world.a.identify(K1, fresh=True)
+
+
+async def test_the_entry_of_a_key_that_is_to_end_stays_until_then(redis_url: str) -> None:
+    """A rotation with a week's overlap: the index, which every call reads first, has the old key for all of that week
+    (it once had it for a day only, and the key was refused for the six others)."""
+    redis, clock, week_ms = open_redis(redis_url), ManualClock(), 7 * 24 * 3_600_000
+    registry = RedisKeyRegistry(redis)
+    record = KeyRecord(KeyId("key-1"), TenantId("acme"), key_hash(K1), frozenset({INFERENCE}), "", clock.now_ms(), 0)
+    await registry.add(record)
+    await registry.end_at(KeyId("key-1"), clock.now_ms() + week_ms, now_ms=clock.now_ms())
+    assert await redis.pttl(redis_names.key_index(key_hash(K1))) > week_ms
+    await redis.aclose()
+
+
+@pytest.mark.parametrize("step", ["_find", "_note"])
+async def test_a_key_that_is_revoked_while_its_end_is_moved_stays_dead(redis_url: str, step: str) -> None:
+    """Case B06: a rotation has read the old key, or has just noted its end, when somebody revokes it: the rotation's
+    next write brings neither the alive mark nor the index entry back, and it tells that the key is revoked."""
+    redis, clock = open_redis(redis_url), ManualClock()
+    registry, other = RedisKeyRegistry(redis), RedisKeyRegistry(redis)
+    record = KeyRecord(KeyId("key-1"), TenantId("acme"), key_hash(K1), frozenset({INFERENCE}), "", clock.now_ms(), 0)
+    await registry.add(record)
+    real = getattr(registry, step)
+
+    async def then_revoked(*args: Any, **kwargs: Any) -> Any:
+        done = await real(*args, **kwargs)
+        await other.revoke(KeyId("key-1"), 5)
+        return done
+
+    setattr(registry, step, then_revoked)
+    await registry.end_at(KeyId("key-1"), clock.now_ms() + 60_000, now_ms=clock.now_ms())
+    assert await redis.hget(redis_names.alive_keys(TenantId("acme")), key_hash(K1)) is None  # type: ignore[misc]
+    assert await redis.get(redis_names.key_index(key_hash(K1))) is None
+    assert (await other.find(KeyId("key-1"))).revoked_ms == 5
+    await redis.aclose()
 
 
 async def test_a_keys_own_limits_are_told_with_it(world: World) -> None:

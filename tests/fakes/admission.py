@@ -45,7 +45,7 @@ class InMemoryKeys:
             raise NotFound("there is no such key", code="key_not_found")
         return self._records[key_id]
 
-    async def end_at(self, key_id: KeyId, at_ms: int) -> KeyRecord:
+    async def end_at(self, key_id: KeyId, at_ms: int, *, now_ms: int) -> KeyRecord:
         """See `KeyRegistry.end_at`."""
         record = await self.find(key_id)
         if not record.revoked_ms:

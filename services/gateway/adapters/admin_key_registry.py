@@ -41,7 +41,7 @@ class RedisKeyRegistry:
                 await cast("Any", self._redis.hset(KEY_SCOPES, record.key_id, f"{record.tenant_id} {scope}"))
             await self._note(record, expires=str(record.expires_ms))
             await self._redis.set(redis_names.key_owner(record.key_id), record.tenant_id)
-            await self._write_index(record, record.created_ms)
+            await self._write_index(record, record.created_ms, only_existing=False)
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be written now") from error
 
@@ -59,14 +59,16 @@ class RedisKeyRegistry:
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be read now") from error
 
-    async def end_at(self, key_id: KeyId, at_ms: int) -> KeyRecord:
+    async def end_at(self, key_id: KeyId, at_ms: int, *, now_ms: int) -> KeyRecord:
         """See `KeyRegistry.end_at`. Cancelled midway, the key ends then or is untouched: call again."""
         try:
             record = await self._find(key_id)
             ending = ends_at(record, at_ms)
-            if not record.revoked_ms and ending != record:
-                await self._note(ending, expires=str(ending.expires_ms))
-                await self._write_index(ending, at_ms)
+            if record.revoked_ms or ending == record:
+                return ending
+            if not await self._note(ending, expires=str(ending.expires_ms)):
+                return await self._find(key_id)  # it was revoked meanwhile
+            await self._write_index(ending, now_ms, only_existing=True)  # a key that is revoked now has none
             return ending
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("keys cannot be written now") from error
@@ -79,7 +81,7 @@ class RedisKeyRegistry:
             raise Unavailable("keys cannot be read now") from error
         return sorted((_decode(data) for data in found), key=lambda record: (record.created_ms, record.key_id))
 
-    async def _write_index(self, record: KeyRecord, now_ms: int) -> None:
+    async def _write_index(self, record: KeyRecord, now_ms: int, *, only_existing: bool) -> None:
         entry = IndexEntry(
             tenant=record.tenant_id,
             key_id=record.key_id,
@@ -89,7 +91,7 @@ class RedisKeyRegistry:
             family=record.family,
         )
         kept_ms = max(0, record.expires_ms - now_ms) + INDEX_SLACK_MS if record.expires_ms else None
-        await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), px=kept_ms)
+        await self._redis.set(redis_names.key_index(record.key_hash), _encode(entry), px=kept_ms, xx=only_existing)
 
     async def _find(self, key_id: KeyId) -> KeyRecord:
         owner = await self._redis.get(redis_names.key_owner(key_id))
@@ -105,6 +107,8 @@ class RedisKeyRegistry:
         await self._redis.delete(redis_names.key_index(record.key_hash))
         return revoked
 
-    async def _note(self, record: KeyRecord, *, expires: str) -> None:
+    async def _note(self, record: KeyRecord, *, expires: str) -> bool:
+        """False: the key is revoked, and is not alive again by this."""
         keys = [redis_names.key_records(record.tenant_id), redis_names.alive_keys(record.tenant_id)]
-        await _write(self._redis, keys, [record.key_id, _encode(record).decode(), record.key_hash, expires])
+        values = [record.key_id, _encode(record).decode(), record.key_hash, expires]
+        return bool(await _write(self._redis, keys, values))

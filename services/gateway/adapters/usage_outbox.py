@@ -108,6 +108,9 @@ class UsageOutbox:
             return []
         left = self._folder.take_over(now_ms)
         for event, segment in left.events:
+            if event.id in self._held:  # kept twice by one that was killed while it took over; the first copy stays
+                self._folder.log.acknowledge(segment)
+                continue
             self._waiting.put_nowait(self._hold(event, event.SerializeToString(), segment))
         metrics.recovered(len(left.events), len(left.finishes), left.damaged, left.torn)
         if left.events or left.damaged or left.torn:

@@ -20,7 +20,7 @@ class KeyRegistry(Protocol):
         """End a key at once, everywhere (case B06). Idempotent. Raises NotFound, Unavailable."""
         ...
 
-    async def end_at(self, key_id: KeyId, at_ms: int) -> KeyRecord:
+    async def end_at(self, key_id: KeyId, at_ms: int, *, now_ms: int) -> KeyRecord:
         """Let a key end then, everywhere, if it does not end sooner. Idempotent. Raises NotFound, Unavailable."""
         ...
 

@@ -97,7 +97,7 @@ class KeyOperations:
         wish = KeyWish(scopes=tuple(sorted(old.scopes)), expires_in_s=lifetime_s, label=old.label, limits=old.limits)
         made = self._made(old.tenant_id, wish, replaces=old)
         await self._registry.add(made.record)
-        ending = await self._registry.end_at(key_id, now_ms + overlap_s * 1000)
+        ending = await self._registry.end_at(key_id, now_ms + overlap_s * 1000, now_ms=now_ms)
         details = {"key_id": key_id, "successor": made.record.key_id, "overlap_s": str(overlap_s)}
         await self._audit.record("key.rotate", actor=actor, subject=old.tenant_id, details=details)
         return Rotation(made, ending)

@@ -139,6 +139,46 @@ def test_the_folder_of_a_dead_sibling_is_taken_over_and_that_of_a_living_one_is_
     assert sorted(each.id for each in reopened(tmp_path, "new")[0]) == ["r1/1", "r2/1", "r3/1"]
 
 
+class Killed(BaseException):
+    """Stands for a kill at one instruction."""
+
+
+def test_a_successor_that_is_killed_while_it_takes_over_leaves_what_can_be_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its own copy of a dead sibling's event and the deletion there, so that both logs have it: the next
+    process publishes the event and another one, and goes on."""
+    dead = OutboxFolder.open(tmp_path, "g1")
+    dead.log.append(event(1).SerializeToString())
+    dead.close()
+
+    def killed(_: EventLog) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EventLog, "remove", killed)
+        successor = OutboxFolder.open(tmp_path, "g2")
+        with pytest.raises(Killed):
+            successor.take_over(NOW_MS)
+        successor.close()
+
+    async def third() -> FakeBus:
+        bus = FakeBus()
+        outbox = UsageOutbox(bus, folder=OutboxFolder.open(tmp_path, "g2"))
+        outbox.take_over(NOW_MS)
+        async with asyncio.TaskGroup() as tasks:
+            lifecycle = Lifecycle(tasks)
+            outbox.start(lifecycle, SystemClock())
+            await outbox.record(event(2))
+            assert await outbox.drain(5) == 0
+            lifecycle.cancel_tasks()
+        outbox.close()
+        return bus
+
+    assert sorted(asyncio.run(third()).durable) == ["r1/1/gateway", "r2/1/gateway"]
+    assert reopened(tmp_path, "g2")[0] == []
+
+
 def test_two_gateways_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """The second one does not start, and says what to change."""
     _folder = OutboxFolder.open(tmp_path, "g1")
