@@ -125,6 +125,7 @@ def application(settings: MeteringSettings, parts: Parts | None = None) -> Appli
             using.grpc_port = await _serve_grpc(settings, MeteringService(ledger, money.accounts), stack)
             recorder = Recorder(stream, ledger, pricing, using.clock, observer)
             publisher = Publisher(ledger, JetStreamBilling(bus), using.clock, holder=settings.instance_id)
+            bus.on_reconnected(publisher.doubt)
             watch = Watch(bus, stream, ledger, prices, observer)
             lifecycle.every(CONDITIONS_MS, watch.conditions, "metering_conditions")
             lifecycle.every(GAUGES_MS, watch.gauges, "metering_gauges")

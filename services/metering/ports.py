@@ -38,6 +38,14 @@ class Publication:
     turn: int
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The next rows for the billing stream, oldest first, and the turn in which they are published."""
+
+    rows: Sequence[LedgerRow] = ()
+    turn: int = 0
+
+
 class Ledger(Protocol):
     """Rows of usage, each event once. Every method raises Unavailable while the database is away."""
 
@@ -52,12 +60,13 @@ class Ledger(Protocol):
         """Add the next rows to the hourly sums, if at least `least` wait; how many were added. Changes no answer."""
         ...
 
-    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
-        """The next rows for the billing stream, oldest first; none while another holder's lease runs."""
+    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Claimed:
+        """What is to be published next; nothing while another holder's lease runs."""
         ...
 
-    async def mark_published(self, holder: str, *, sequence: int) -> None:
-        """The billing stream has every row up to `sequence`. Idempotent; ignored if the holder lost its lease."""
+    async def mark_published(self, holder: str, *, sequence: int, turn: int) -> None:
+        """The billing stream has every row up to `sequence`. Idempotent; ignored if the holder lost its lease, or if
+        publishing was begun again after that `turn`."""
         ...
 
     async def publication(self) -> Publication:

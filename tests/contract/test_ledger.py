@@ -195,18 +195,32 @@ async def test_rows_page_in_ledger_order(ledger: Ledger) -> None:
 
 async def test_the_outbox_gives_rows_in_order_to_one_holder_at_a_time(ledger: Ledger) -> None:
     """Another holder gets nothing until the lease ends; what was marked is not given again."""
-    assert await ledger.claim_unpublished("a", now_ms=0, lease_ms=10, limit=2) in ([], ())
+    assert not (await ledger.claim_unpublished("a", now_ms=0, lease_ms=10, limit=2)).rows
     await record(ledger, abandoned("r1"), usage_facts("r2"), usage_facts("r1"))
     assert await ledger.unpublished() == 3
     mine = await ledger.claim_unpublished("a", now_ms=0, lease_ms=10, limit=2)
-    assert [row.sequence for row in mine] == [1, 2]
-    assert not await ledger.claim_unpublished("b", now_ms=9, lease_ms=10, limit=2)
-    await ledger.mark_published("a", sequence=2)
-    await ledger.mark_published("b", sequence=3)
-    await ledger.mark_published("a", sequence=1)
+    assert ([row.sequence for row in mine.rows], mine.turn) == ([1, 2], 0)
+    assert not (await ledger.claim_unpublished("b", now_ms=9, lease_ms=10, limit=2)).rows
+    await ledger.mark_published("a", sequence=2, turn=0)
+    await ledger.mark_published("b", sequence=3, turn=0)
+    await ledger.mark_published("a", sequence=1, turn=0)
     theirs = await ledger.claim_unpublished("b", now_ms=10, lease_ms=10, limit=2)
-    assert [(row.sequence, row.corrects_sequence) for row in theirs] == [(3, 1)]
-    await ledger.mark_published("b", sequence=3)
+    assert [(row.sequence, row.corrects_sequence) for row in theirs.rows] == [(3, 1)]
+    await ledger.mark_published("b", sequence=3, turn=0)
+    assert await ledger.unpublished() == 0
+
+
+async def test_publishing_again_counts_whatever_an_earlier_turn_still_marks(ledger: Ledger) -> None:
+    """Row 2 was under way when rows were to be published again: marking it in the old turn does not skip row 1."""
+    await record(ledger, usage_facts("r1"), usage_facts("r2"))
+    assert len((await ledger.claim_unpublished("a", now_ms=0, lease_ms=10, limit=1)).rows) == 1
+    await ledger.mark_published("a", sequence=1, turn=0)
+    assert len((await ledger.claim_unpublished("a", now_ms=0, lease_ms=10, limit=1)).rows) == 1
+    assert await ledger.publish_again(after=0) == 1
+    await ledger.mark_published("a", sequence=2, turn=0)
+    again = await ledger.claim_unpublished("a", now_ms=0, lease_ms=10, limit=9)
+    assert ([row.sequence for row in again.rows], again.turn) == ([1, 2], 1)
+    await ledger.mark_published("a", sequence=2, turn=1)
     assert await ledger.unpublished() == 0
 
 

@@ -26,7 +26,7 @@ from services.metering.domain.queries import (
     UsageFilter,
     UsageGroup,
 )
-from services.metering.ports import Publication, Quarantined
+from services.metering.ports import Claimed, Publication, Quarantined
 
 _VALUES: dict[Dimension, Callable[[LedgerRow], GroupValue]] = {
     Dimension.TENANT: lambda row: row.facts.tenant_id,
@@ -68,23 +68,23 @@ class FakeLedger:
         self._answer()
         return 0
 
-    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
+    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Claimed:
         """See `Ledger.claim_unpublished`."""
         if not await self.unpublished() or (self._holder != holder and self._lease_until_ms > now_ms):
-            return ()
+            return Claimed()
         self._holder, self._lease_until_ms = holder, now_ms + lease_ms
         rows = self._rows[self._published : self._published + limit]
-        return [self._with_credit(row) for row in rows]
+        return Claimed([self._with_credit(row) for row in rows], self._turn)
 
     def _with_credit(self, row: LedgerRow) -> LedgerRow:
         if row.corrects_sequence is None:
             return row
         return structs.replace(row, credit=self._rows[row.corrects_sequence - 1].rating)
 
-    async def mark_published(self, holder: str, *, sequence: int) -> None:
+    async def mark_published(self, holder: str, *, sequence: int, turn: int) -> None:
         """See `Ledger.mark_published`."""
         self._answer()
-        if holder == self._holder:
+        if (holder, turn) == (self._holder, self._turn):
             self._published = max(self._published, sequence)
 
     async def publication(self) -> Publication:

@@ -101,7 +101,7 @@ def test_totals_in_sqlite_do_not_depend_on_arrival(
         ledger = await SqlLedger.open(f"sqlite:///{path}")
         try:
             page = await totals_after(ledger, batches)
-            rows = await ledger.claim_unpublished("test", now_ms=0, lease_ms=1, limit=1000)
+            rows = (await ledger.claim_unpublished("test", now_ms=0, lease_ms=1, limit=1000)).rows
             last = (await ledger.reconcile(UsageFilter())).sequence
             return page, last, [row.sequence for row in rows]
         finally:

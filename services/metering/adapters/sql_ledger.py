@@ -32,7 +32,7 @@ from services.metering.domain.ledger import (
 )
 from services.metering.domain.queries import Dimension, GroupKey, GroupPage, Reconciliation, RowPage, UsageFilter
 from services.metering.domain.rating import Rating
-from services.metering.ports import Publication, Quarantined
+from services.metering.ports import Claimed, Publication, Quarantined
 
 lock_head = select(ledger_head).where(ledger_head.c.id == ONLY_ROW).with_for_update()
 """Whoever writes rows, sums or periods does this first."""
@@ -87,19 +87,20 @@ class SqlLedger:
             return 0
         return await self.database.write("fold", lambda connection: _fold(connection, least))
 
-    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Sequence[LedgerRow]:
+    async def claim_unpublished(self, holder: str, *, now_ms: int, lease_ms: int, limit: int) -> Claimed:
         """See `Ledger.claim_unpublished`."""
         if not await self.unpublished():
-            return ()  # an idle ledger is not written to
+            return Claimed()  # an idle ledger is not written to
         return await self.database.write(
             "claim", lambda connection: _claim(connection, holder, now_ms, lease_ms, limit)
         )
 
-    async def mark_published(self, holder: str, *, sequence: int) -> None:
+    async def mark_published(self, holder: str, *, sequence: int, turn: int) -> None:
         """See `Ledger.mark_published`."""
+        mine = (billing_outbox.c.holder == holder) & (billing_outbox.c.turn == turn)
         statement = (
             update(billing_outbox)
-            .where(_is_outbox, billing_outbox.c.holder == holder, billing_outbox.c.published_sequence < sequence)
+            .where(_is_outbox, mine, billing_outbox.c.published_sequence < sequence)
             .values(published_sequence=sequence)
         )
         await self.database.write("mark published", lambda connection: connection.execute(statement))
@@ -192,18 +193,19 @@ def _fold(connection: Connection, least: int) -> int:
     return fold(connection, least=least)
 
 
-def _claim(connection: Connection, holder: str, now_ms: int, lease_ms: int, limit: int) -> list[LedgerRow]:
+def _claim(connection: Connection, holder: str, now_ms: int, lease_ms: int, limit: int) -> Claimed:
     free = (billing_outbox.c.holder == holder) | (billing_outbox.c.lease_until_ms <= now_ms)
-    taken: int | None = connection.execute(
+    taken = connection.execute(
         update(billing_outbox)
         .where(_is_outbox, free)
         .values(holder=holder, lease_until_ms=now_ms + lease_ms)
-        .returning(billing_outbox.c.published_sequence)
-    ).scalar_one_or_none()
+        .returning(billing_outbox.c.published_sequence, billing_outbox.c.turn)
+    ).one_or_none()
     if taken is None:
-        return []
-    following = select(*READ).where(usage_rows.c.sequence > taken).order_by(usage_rows.c.sequence).limit(limit)
-    return with_credits(connection, [ledger_row(row) for row in connection.execute(following)])
+        return Claimed()
+    after = usage_rows.c.sequence > taken.published_sequence
+    following = select(*READ).where(after).order_by(usage_rows.c.sequence).limit(limit)
+    return Claimed(with_credits(connection, [ledger_row(row) for row in connection.execute(following)]), taken.turn)
 
 
 def with_credits(connection: Connection, rows: Sequence[LedgerRow]) -> list[LedgerRow]:

@@ -1,17 +1,19 @@
 """From the ledger to the billing stream: every row at least once, in ledger order, after its commit.
 
 The ledger remembers how far it got, so a crash repeats records but never skips one. One process publishes at a time, by
-a lease in the ledger; the others stand by.
+a lease in the ledger; the others stand by. Whenever the bus was away the stream is looked at before anything new goes
+into it: the last record of a stream that came back empty must not be a new one, which would say that all is there.
 """
 
 import asyncio
-from typing import Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
 import structlog
 
 from roundhouse.clock import Clock
 from roundhouse.errors import Unavailable
-from services.metering.ports import BillingStream, Ledger
+from services.metering.ports import BillingStream, Claimed, Ledger
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +31,7 @@ class Publisher:
         self._billing = billing
         self._clock = clock
         self._holder = holder
+        self._doubtful = True  # the stream may have lost records since it was last looked at
 
     async def run(self, stopping: asyncio.Event, appended: asyncio.Event) -> None:
         """Work until `stopping` is set. Cancelled at any point: the next run goes on, perhaps repeating a window."""
@@ -39,14 +42,33 @@ class Publisher:
 
     async def turn(self) -> int:
         """Publish one window; how many rows were published. Raises Unavailable."""
-        rows = await self._ledger.claim_unpublished(
+        claimed = await self._claim()
+        if claimed.rows and self._doubtful:
+            self._doubtful = False
+            if await self._sure(self.catch_up()):
+                claimed = await self._claim()
+        if not claimed.rows:
+            return 0
+        last = await self._sure(self._billing.publish(claimed.rows, turn=claimed.turn))
+        await self._ledger.mark_published(self._holder, sequence=last, turn=claimed.turn)
+        return last - claimed.rows[0].sequence + 1
+
+    async def doubt(self) -> None:
+        """Look at the stream before the next window: the bus was away, and may have come back without records."""
+        self._doubtful = True
+
+    async def _claim(self) -> Claimed:
+        return await self._ledger.claim_unpublished(
             self._holder, now_ms=self._clock.now_ms(), lease_ms=LEASE_MS, limit=WINDOW_ROWS
         )
-        if not rows:
-            return 0
-        last = await self._billing.publish(rows, turn=(await self._ledger.publication()).turn)
-        await self._ledger.mark_published(self._holder, sequence=last)
-        return last - rows[0].sequence + 1
+
+    async def _sure(self, asked: Coroutine[Any, Any, int]) -> int:
+        """What the stream answers; one that does not is to be looked at again."""
+        try:
+            return await asked
+        except BaseException:
+            self._doubtful = True
+            raise
 
     async def look(self) -> None:
         """See `catch_up`; a turn for `Lifecycle.every`."""

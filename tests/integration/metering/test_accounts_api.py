@@ -283,7 +283,7 @@ async def test_the_stream_is_published_again_from_a_sequence(office: Office) -> 
     """Three rows published; from 2 on, two rows wait again."""
     await office.record(*(usage_facts(f"r{n}") for n in range(3)))
     await office.ledger.claim_unpublished("a", now_ms=0, lease_ms=1, limit=9)
-    await office.ledger.mark_published("a", sequence=3)
+    await office.ledger.mark_published("a", sequence=3, turn=0)
     assert (await office.post("/v1/billing/republish", from_sequence=2))["rows"] == 2
     assert await office.ledger.unpublished() == 2
     await office.post("/v1/billing/republish", status=400, from_sequence=0)

@@ -109,7 +109,7 @@ async def test_records_say_what_they_take_back(bus: NatsBus, tmp_path: Path) -> 
     first, second = candidate(abandoned("r1")), candidate(usage_facts("r1"))
     await ledger.append([first], now_ms=1)
     await ledger.append([second], now_ms=2)
-    rows = await ledger.claim_unpublished("test", now_ms=0, lease_ms=1, limit=9)
+    rows = (await ledger.claim_unpublished("test", now_ms=0, lease_ms=1, limit=9)).rows
     billing = JetStreamBilling(bus)
     assert await billing.last_sequence() == 0
     assert await billing.publish(rows) == 2

@@ -113,7 +113,7 @@ async def test_old_requests_go_and_their_sums_stay(ledger: SqlLedger, tmp_path: 
     await retention.turn()
     assert await kept() == ["r1", "r2", "new"], "the stream does not have them yet"
     await ledger.claim_unpublished("a", now_ms=0, lease_ms=1, limit=9)
-    await ledger.mark_published("a", sequence=3)
+    await ledger.mark_published("a", sequence=3, turn=0)
     before = await ledger.groups(UsageFilter(), (Dimension.TENANT, Dimension.DAY), after=None, limit=9)
     await retention.turn()
     assert await kept() == ["r2", "new"]

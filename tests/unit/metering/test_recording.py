@@ -206,6 +206,49 @@ async def test_a_stream_that_lost_records_gets_them_again() -> None:
     assert billing.sequences == [1, 2, 3, 4, 5]
 
 
+async def test_publishing_again_is_not_undone_by_the_window_that_was_under_way() -> None:
+    """Rows 1 and 2 are published; while row 3 is, an operator has everything published again: it all is, from 1 on."""
+    ledger, billing = FakeLedger(), FlakyBilling([2, 1, 3])
+    publisher = Publisher(ledger, billing, ManualClock(), holder="a")
+    await ledger.append([candidate(usage_facts(f"r{n}")) for n in range(2)], now_ms=1)
+    await publisher.turn()
+    await ledger.append([candidate(usage_facts("r2"))], now_ms=2)
+    publish = billing.publish
+
+    async def meanwhile(rows: Sequence[LedgerRow], *, turn: int = 0) -> int:
+        last = await publish(rows, turn=turn)
+        if turn == 0:
+            assert await ledger.publish_again(after=0) == 2
+        return last
+
+    billing.publish = meanwhile  # type: ignore[method-assign]
+    while await ledger.unpublished():
+        await publisher.turn()
+    assert billing.sequences == [1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("noticed", ["by a row that could not be published", "by the reconnection"])
+async def test_a_stream_that_came_back_empty_gets_old_rows_before_new_ones(noticed: str) -> None:
+    """Five rows are published, the bus goes away and comes back with an empty stream, and two more rows are recorded
+    before anybody has looked: 1 to 7 in order. With row 6 first, its last record would say that nothing is missing."""
+    ledger, billing = FakeLedger(), FlakyBilling([5, 0, 7] if noticed.startswith("by a row") else [5, 7])
+    await ledger.append([candidate(usage_facts(f"r{n}")) for n in range(5)], now_ms=1)
+    publisher = Publisher(ledger, billing, ManualClock(), holder="a")
+    await publisher.turn()
+    if noticed.startswith("by a row"):
+        await ledger.append([candidate(usage_facts("r5"))], now_ms=2)
+        with pytest.raises(Unavailable):
+            await publisher.turn()
+        await ledger.append([candidate(usage_facts("r6"))], now_ms=3)
+    else:
+        await publisher.doubt()
+        await ledger.append([candidate(usage_facts(f"r{n}")) for n in (5, 6)], now_ms=2)
+    billing.sequences.clear()
+    while await ledger.unpublished():
+        await publisher.turn()
+    assert billing.sequences == [1, 2, 3, 4, 5, 6, 7]
+
+
 async def test_replaying_records_what_is_good_now_and_keeps_the_rest() -> None:
     """Behind one that still is not readable there is one that is; a page holds one."""
     ledger = FakeLedger()
