@@ -126,7 +126,8 @@ def _remove(connection: Connection, tenant_id: str, before_ms: int) -> int:
         .limit(REMOVE_ROWS)
     )
     removed = connection.execute(delete(usage_rows).where(_rows.sequence.in_(chosen))).rowcount
-    if _move_limit(connection, tenant_id, before_ms):
+    # Only what went cannot be told from a repeat: of a month that is open every row is still there (0078).
+    if removed and _move_limit(connection, tenant_id, min(before_ms, head.open_from_ms)):
         _count_change(connection)
     return removed
 

@@ -124,6 +124,26 @@ async def test_old_requests_go_and_their_sums_stay(ledger: SqlLedger, tmp_path: 
     assert "older than what is retained" in entry.reason
 
 
+async def test_a_late_bill_of_an_open_month_is_no_suspected_repeat(ledger: SqlLedger, tmp_path: Path) -> None:
+    """A day's retention on the 20th of February: January is closed and its row is removed, February's from the 2nd is
+    still there, whatever its age. So an event of the 3rd that comes now, from a gateway that was down for two weeks, is
+    recorded, and a repeat of the 2nd's is known as one; only January's cannot be told from a repeat."""
+    day = {n: JANUARY_MS + (30 + n) * DAY_MS for n in (2, 3)}  # of February
+    clock = ManualClock(JANUARY_MS + 50 * DAY_MS)
+    tenants = {TenantId("t1"): Tenant(name=TenantId("t1"), usage_retention_days=1)}
+    retention = Retention(SqlForgetting(ledger.database), SetCatalogue(Catalogue(generation=1, tenants=tenants)), clock)
+    await ledger.append([candidate(usage_facts("r1")), candidate(usage_facts("r2", time_ms=day[2]))], now_ms=1)
+    await retention.turn()
+    assert await ledger.append([candidate(usage_facts("r3", time_ms=day[3]))], now_ms=2) == [Result.RECORDED]
+    await accounts_of(ledger, tmp_path).close(JANUARY_MS, now_ms=clock.now_ms())
+    claimed = await ledger.claim_unpublished("a", now_ms=0, lease_ms=1, limit=9)
+    await ledger.mark_published("a", sequence=3, turn=claimed.turn)
+    await retention.turn()
+    events = [usage_facts("r1"), usage_facts("r2", time_ms=day[2]), usage_facts("r4", time_ms=day[3])]
+    results = await ledger.append([candidate(event) for event in events], now_ms=3)
+    assert results == [Result.QUARANTINED, Result.DUPLICATE, Result.RECORDED]
+
+
 async def test_the_streams_forget_what_is_recorded_and_nothing_else(bus: NatsBus) -> None:
     """t1's acknowledged event and its record go; its event under way, and t2's, stay."""
     for stream in (subjects.USAGE_STREAM, subjects.BILLING_STREAM):
