@@ -16,7 +16,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Span, SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
 from roundhouse.environment import ServiceSettings, otlp_endpoint
@@ -114,15 +114,27 @@ def continued_span(name: str, headers: Mapping[str, str], kind: SpanKind) -> Ite
         if not _records():
             yield _NO_SPAN
             return
-        with tracer.start_as_current_span(name, kind=kind) as span:
+        with _span(name, kind) as span:
             yield span
         return
     token = otel_context.attach(propagate.extract(headers))
     try:
-        with tracer.start_as_current_span(name, kind=kind) as span:
+        with _span(name, kind) as span:
             yield span
     finally:
         otel_context.detach(token)
+
+
+@contextmanager
+def _span(name: str, kind: SpanKind) -> Iterator[Span]:
+    """A span that says that it failed and not how: the text and the stack of an exception, and of those that it came
+    from, may quote a request (invariant 16)."""
+    with tracer.start_as_current_span(name, kind=kind, record_exception=False, set_status_on_exception=False) as span:
+        try:
+            yield span
+        except Exception:
+            span.set_status(StatusCode.ERROR)
+            raise
 
 
 @contextmanager
