@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from roundhouse.errors import InvalidInput
+from services.gateway.adapters.http_requests import DIGITS_MAX
 from services.gateway.adapters.kserve_values import tensor_of_values, values_of
 from services.gateway.domain.tensors import Tensor
 
@@ -95,7 +96,8 @@ def refuse_unsupported(parameters: Mapping[str, Any] | None) -> None:
 
 
 def _split_of(header_length: str, size: int) -> int:
-    if not (header_length.isascii() and header_length.isdigit() and int(header_length[:18]) <= size):
+    is_number = header_length.isascii() and header_length.isdigit() and len(header_length) <= DIGITS_MAX
+    if not (is_number and int(header_length) <= size):
         raise InvalidInput("Inference-Header-Content-Length is not within the body.", param=HEADER_LENGTH)
     return int(header_length)
 

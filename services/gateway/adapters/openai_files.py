@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 from roundhouse.errors import InvalidInput
 from services.gateway.adapters.http_edge import EdgeRoute
 from services.gateway.adapters.http_errors import BodyTooLarge
-from services.gateway.adapters.http_requests import RequestReader
+from services.gateway.adapters.http_requests import DIGITS_MAX, RequestReader
 from services.gateway.domain.batches import file_json
 from services.gateway.domain.outcomes import ClientLeft
 from services.gateway.operations.batches import BatchOperations, Upload
@@ -162,7 +162,7 @@ def page_of(
 ) -> tuple[Sequence[Item], bool]:
     """The page that `limit` and `after` ask for, and whether more follow. Raises InvalidInput."""
     text = request.query_params.get("limit", str(default))
-    if not (text.isdecimal() and 1 <= int(text[:9]) <= most):
+    if not (text.isdecimal() and len(text) <= DIGITS_MAX and 1 <= int(text) <= most):
         raise InvalidInput(f"must be 1 to {most}", param="limit")
     after, begin = request.query_params.get("after"), 0
     if after is not None:

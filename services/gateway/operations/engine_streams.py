@@ -9,10 +9,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
+from roundhouse.errors import RoundhouseError
 from roundhouse.wire.v1.scheduling_pb2 import Placement
 from services.gateway.ports import EngineChunk, EngineRequest, InferenceNode, TensorReply, TensorRequest
 
+log = structlog.get_logger(__name__)
+
 STREAMS_MAX = 8  # a guess: streams of one grant at a time; more would take the slots of others inside the engine
+END_S = 0.5  # a guess: the end of a stream comes with its last piece, or right behind it
 PIECES_MAX = 64  # pieces read ahead of the client, over all streams of a grant
 
 
@@ -95,4 +101,19 @@ async def close_streams(first: "asyncio.Future[Produced | None]", produced: Asyn
         await asyncio.wait((first,))
     if not first.cancelled():
         first.exception()  # retrieved: whoever closes knows already why
-    await produced.aclose()
+    try:
+        await produced.aclose()
+    except Exception as error:  # noqa: BLE001 - the request ends as it does, whatever is wrong with a stream
+        log.warning("engine_stream_not_closed", error=type(error).__name__)
+
+
+async def read_to_end(produced: AsyncIterator[Produced]) -> bool:
+    """Wait, bounded, for the end behind the last piece; False if something else came, which is nobody's loss now."""
+    try:
+        async with asyncio.timeout(END_S):
+            while await anext(produced, None) is not None:
+                pass
+    except (RoundhouseError, TimeoutError) as error:
+        log.warning("engine_stream_without_end", error=type(error).__name__)
+        return False
+    return True

@@ -19,7 +19,7 @@ from services.gateway.domain.outcomes import ServedByOther, VersionUnknown, refu
 from services.gateway.operations.accounting import Work, ending_of, finished_message, started_event, usage_event
 from services.gateway.operations.attempts import Attempt
 from services.gateway.operations.call_progress import CallProgress, Counts, may_go_on
-from services.gateway.operations.engine_streams import Produced, close_streams, next_or_none, produced_by
+from services.gateway.operations.engine_streams import Produced, close_streams, next_or_none, produced_by, read_to_end
 from services.gateway.operations.following import Following
 from services.gateway.operations.handoff import HandingOver
 from services.gateway.operations.shielding import finished_anyway
@@ -165,6 +165,9 @@ class Run:
             self._parts.attempts.remove(attempt)
             await self._quietly(self._parts.scheduler.cancel(cancel_message(attempt, self._parts.gateway_id)))
             raise
+        except BaseException:  # it could not even be written
+            self._parts.attempts.remove(attempt)
+            raise
         if reply.WhichOneof("result") == "refused":
             self._parts.attempts.remove(attempt)
             raise refusal_error(reply.refused)
@@ -237,10 +240,12 @@ class Run:
                 yield item
                 if attempt.leaving and left and may_go_on(self._progress):
                     raise NodeLeft("The node that ran the request is being emptied.")
+                if not left:
+                    exhausted = await read_to_end(produced)
+                    return
                 item = await anext(produced, None)
             exhausted = True
-            if left:
-                raise EngineFailed("The engine ended without finishing the request.")
+            raise EngineFailed("The engine ended without finishing the request.")
         finally:
             if not exhausted:
                 await finished_anyway(close_streams(first, produced))

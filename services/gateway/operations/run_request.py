@@ -138,12 +138,11 @@ async def _leave(parts: RequestParts, run: Run, error: BaseException | None) -> 
     """Close an attempt that is still open, settle the admission, tell the observer."""
     if error is None and run.is_open:
         error = asyncio.CancelledError()  # the body left early of its own accord
-    await run.close_streams()
-    await run.finish(error)
-    if run.was_accepted:
-        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens, costs=run.costs)
-    else:
-        await parts.settlements.withdraw(run.admitted)
+    try:
+        await run.close_streams()
+    finally:  # whatever is wrong with a stream: heartbeats would hold the slot of an attempt that is not finished
+        await run.finish(error)
+        await _settle(parts, run)
     outcome = Outcome.DONE if run.is_done else outcome_of(error)
     parts.observer.ended(
         RequestEnded(
@@ -157,3 +156,10 @@ async def _leave(parts: RequestParts, run: Run, error: BaseException | None) -> 
             output_tokens=run.output_tokens,
         )
     )
+
+
+async def _settle(parts: RequestParts, run: Run) -> None:
+    if run.was_accepted:
+        await parts.settlements.settle(run.admitted, used_tokens=run.used_tokens, costs=run.costs)
+    else:
+        await parts.settlements.withdraw(run.admitted)
