@@ -81,7 +81,7 @@ def test_a_submission_that_fails_for_no_known_reason_holds_nothing() -> None:
         async def broken(_request: SubmitRequest, **_: Any) -> SubmitReply:
             raise ValueError("a number is out of range")
 
-        world.scheduler.submit = broken  # type: ignore[method-assign]
+        world.scheduler.submit = broken  # type: ignore[assignment]
         with pytest.raises(ValueError, match="out of range"):
             await collect(world)
 

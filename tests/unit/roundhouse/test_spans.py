@@ -30,7 +30,9 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 def all_of(span: ReadableSpan) -> str:
     """Everything that is exported of a span."""
-    return repr((span.name, dict(span.attributes or {}), span.status.description, [vars(event) for event in span.events]))
+    return repr(
+        (span.name, dict(span.attributes or {}), span.status.description, [vars(event) for event in span.events])
+    )
 
 
 class Call:
