@@ -15,10 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from roundhouse.errors import Forbidden, NotFound, Unavailable
+from services.gateway.adapters.http_requests import body_within
 from services.gateway.domain import keys
 from services.gateway.ports import Caller
 
 TIMEOUT: Final = httpx.Timeout(300.0, connect=5.0)  # closing or rating again a month takes a while
+BODY_BYTES_MAX: Final = 8 * 1024 * 1024  # as metering itself
 _TENANT_PATHS: Final = re.compile(r"usage|statements/[0-9-]{1,10}|export/[0-9-]{1,10}")
 _PATH: Final = re.compile(r"[A-Za-z0-9_=~.@ -]+(/[A-Za-z0-9_=~.@ -]+)*")
 _PASSED_ON: Final = ("content-type", "content-disposition", "content-length")
@@ -31,17 +33,18 @@ class MeteringProxy:
         self._client = client
 
     async def forward(self, request: Request, caller: Caller) -> Response:
-        """One call. Raises Forbidden, NotFound, Unavailable."""
+        """One call. Raises Forbidden, NotFound, BodyTooLarge, Unavailable."""
         path = request.path_params["path"]
         if _PATH.fullmatch(path) is None or ".." in path:
             raise NotFound("There is nothing at this path.", code="not_found")
         parameters = allowed_parameters(request, caller, path)
+        body = await body_within(request, BODY_BYTES_MAX)
         try:
             built = self._client.build_request(
                 request.method,
                 f"/v1/{quote(path)}",
                 params=urlencode(parameters),
-                content=await request.body(),
+                content=body,
                 timeout=TIMEOUT,
             )
             answer = await self._client.send(built, stream=True)

@@ -26,23 +26,7 @@ class RequestReader:
 
     async def body(self, request: Request) -> bytes:
         """The whole body. Raises BodyTooLarge, as soon as it is known, and ClientLeft."""
-        announced = request.headers.get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > self._body_bytes_max:
-            raise self._too_large()
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            async for piece in request.stream():
-                size += len(piece)
-                if size > self._body_bytes_max:
-                    raise self._too_large()
-                pieces.append(piece)
-        except ClientDisconnect as error:
-            raise ClientLeft from error
-        return b"".join(pieces)
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body may have at most {self._body_bytes_max} bytes.", code="body_too_large")
+        return await body_within(request, self._body_bytes_max)
 
     def inference_caller(self, request: Request) -> Caller:
         """The authenticated caller. Raises Forbidden for a key that may not run models."""
@@ -58,6 +42,28 @@ class RequestReader:
     def deadline_unix_ms(self, request: Request) -> int:
         """When the request must have ended. Raises InvalidInput for a header that is no positive number."""
         return self._clock.now_ms() + deadline_ms_of(request.headers.get(DEADLINE_HEADER), self._deadline_ms)
+
+
+async def body_within(request: Request, bytes_max: int) -> bytes:
+    """The whole body. Raises BodyTooLarge, as soon as it is known, and ClientLeft."""
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > bytes_max:
+        raise _too_large(bytes_max)
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > bytes_max:
+                raise _too_large(bytes_max)
+            pieces.append(piece)
+    except ClientDisconnect as error:
+        raise ClientLeft from error
+    return b"".join(pieces)
+
+
+def _too_large(bytes_max: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body may have at most {bytes_max} bytes.", code="body_too_large")
 
 
 def _fallback_of(text: str | None) -> bool | None:

@@ -118,3 +118,21 @@ async def test_metering_away_is_503(metering: httpx.AsyncClient) -> None:
         answer = await call(away, OPERATOR, "GET", "prices")
     assert answer.status_code == 503
     assert INFERENCE not in answer.text
+
+
+@pytest.mark.parametrize("caller", [READER, OPERATOR])
+async def test_an_endless_body_is_refused_before_it_fills_the_memory(
+    metering: httpx.AsyncClient, caller: Caller
+) -> None:
+    """Also of a GET, which tenants may make: 413 once more has come than metering takes, and no more is read."""
+    given = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal given
+        while given < 64 * 1024 * 1024:
+            given += 1024 * 1024
+            yield bytes(1024 * 1024)
+
+    answer = await call(metering, caller, "GET", "usage", content=endless())
+    assert answer.status_code == 413
+    assert given <= 10 * 1024 * 1024
