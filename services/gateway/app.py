@@ -127,6 +127,7 @@ class Gateway:
         self._turns: list[asyncio.Lock] = []
         self._nodes = NodeStateFeed()
         self._parts_closing = False
+        self._doors: list[AsyncExitStack] = []  # what takes work in; left together, each within the drain
 
     async def start(self, addresses: Addresses) -> None:
         """Connect, subscribe, serve. What is entered first is left last."""
@@ -155,10 +156,13 @@ class Gateway:
         tensors = TensorWork(catalogue, signatures)
         kserve = KServeRoutes(parts, tensors, signatures, catalogue, reader, self._readiness)
         calls = GrpcCalls(keys.identify, world.clock, settings.deadline_ms)
+        metering = MeteringService(settings.metering_grpc, calls)
+        self._stack.push_async_callback(metering.close)
+        self._stack.push_async_callback(self._shut_doors)
         addresses.grpc = await self._serve_grpc(
             KServeService(parts, tensors, signatures, self._readiness, calls),
             NativeService(parts, texts, catalogue, calls),
-            MeteringService(settings.metering_grpc, calls),
+            metering,
         )
         batches = await self._batches(bus, parts, catalogue, reader)
         page = OpenApiPage()
@@ -185,7 +189,7 @@ class Gateway:
             tenant_file_bytes_max=settings.tenant_file_bytes_max,
         )
         batches = await open_batches(given)
-        self._stack.push_async_callback(batches.workers.stop, settings.drain_seconds)
+        self._door().push_async_callback(batches.workers.stop, settings.drain_seconds)
         return batches
 
     async def _bus(self) -> EventBus:
@@ -302,7 +306,7 @@ class Gateway:
             head_s=settings.head_seconds,
             reuse_port=settings.reuse_port,
         )
-        addresses.http = await self._stack.enter_async_context(http1)
+        addresses.http = await self._door().enter_async_context(http1)
         if settings.http2_port >= 0:
             http2 = serve_http2(
                 limited,
@@ -312,10 +316,9 @@ class Gateway:
                 tls=tls,
                 reuse_port=settings.reuse_port,
             )
-            addresses.http2 = await self._stack.enter_async_context(http2)
+            addresses.http2 = await self._door().enter_async_context(http2)
 
     async def _serve_grpc(self, kserve: KServeService, native: NativeService, metering: MeteringService) -> int:
-        self._stack.push_async_callback(metering.close)
         server = GrpcServer(reuse_port=self._settings.reuse_port)
         names = [
             kserve_grpc.add_to_server(kserve, server.server),
@@ -324,7 +327,7 @@ class Gateway:
         ]
         tls = None if self._tls is None else (self._tls.certificate, self._tls.key, self._tls.client_ca)
         port = await server.start(self._settings.bind_host, self._settings.grpc_port, names, tls=tls)
-        self._stack.push_async_callback(server.stop, self._settings.drain_seconds)
+        self._door().push_async_callback(server.stop, self._settings.drain_seconds)
         return port
 
     async def _probe(self, bus: EventBus, redis: Redis, catalogue: CatalogueView) -> None:
@@ -358,6 +361,17 @@ class Gateway:
         for lock in self._turns:
             async with lock:
                 pass  # the turn that was running has ended
+
+    def _door(self) -> AsyncExitStack:
+        """Where to put a server, or workers: what waits there for running work does so while the others wait too."""
+        self._doors.append(AsyncExitStack())
+        return self._doors[-1]
+
+    async def _shut_doors(self) -> None:
+        shut = await asyncio.gather(*(door.aclose() for door in self._doors), return_exceptions=True)
+        for outcome in shut:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _stop_taking_work(self) -> None:
         self._readiness.set("serving", reason="draining")
