@@ -101,7 +101,11 @@ class NodeConnection(asyncio.Protocol):
         while len(self._calls) >= self._calls_max and not self._closing:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._room.append(waiter)
-            await waiter
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self._let_in()  # its place, if it was given one just now, is the next one's
+                raise
         if self._closing:
             raise CallFailed(UNAVAILABLE, "the connection is gone")
         call = Call(self, h2.message(request), timeout_s)
@@ -314,7 +318,8 @@ class NodeConnection(asyncio.Protocol):
         self.write(h2.frame(h2.SETTINGS, h2.ACK, 0))
         self._greeted.set()
         self._send_more()
-        self._let_in()
+        for _ in range(min(len(self._room), max(0, self._calls_max - len(self._calls)))):
+            self._let_in()  # each lets one in
 
     def _go_away(self, last_stream: int) -> None:
         """The node takes no new call; those above `last_stream` it has not begun."""
