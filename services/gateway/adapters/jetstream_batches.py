@@ -200,6 +200,11 @@ class JetStreamBatchRecords:
         found = [_batch(data) for data in await _values(self._records, f"batch.{encode_token(tenant_id)}.*")]
         return sorted(found, key=lambda batch: (batch.created_s, batch.batch_id), reverse=True)
 
+    async def unended(self) -> list[Batch]:
+        """See `BatchRecords.unended`."""
+        found = [_batch(data) for data in await _values(self._records, "batch.>")]
+        return [batch for batch in found if not batch.has_ended]
+
     async def change(self, recorded: Recorded, batch: Batch) -> None:
         """See `BatchRecords.change`."""
         await self._write(batch, recorded.revision)
@@ -279,12 +284,19 @@ class JetStreamQueue:
 
     async def put(self, tenant_id: TenantId, batch_id: str) -> None:
         """See `BatchQueue.put`."""
-        subject = f"rh.v1.batch.work.{encode_token(tenant_id)}.{encode_token(batch_id)}"
         data = _encode([tenant_id, batch_id])
         try:
-            await self._jetstream.publish(subject, data, headers={"Nats-Msg-Id": batch_id})
+            await self._jetstream.publish(_work(tenant_id, batch_id), data, headers={"Nats-Msg-Id": batch_id})
         except _FAULTS as error:
             raise Unavailable("batches cannot be queued now") from error
+
+    async def has(self, tenant_id: TenantId, batch_id: str) -> bool:
+        """See `BatchQueue.has`: a work queue keeps a message until it is acknowledged."""
+        try:
+            info = await self._jetstream.stream_info(WORK, subjects_filter=_work(tenant_id, batch_id))
+        except _FAULTS as error:
+            raise Unavailable("the queue of batches cannot be read now") from error
+        return bool(info.state.subjects)
 
     async def take(self, wait_ms: int) -> QueuedBatch | None:
         """See `BatchQueue.take`."""
@@ -361,3 +373,7 @@ def _object(tenant_id: TenantId, file_id: str) -> str:
 
 def _results(tenant_id: TenantId, batch_id: str, line: str) -> str:
     return f"rh.v1.batch.result.{encode_token(tenant_id)}.{encode_token(batch_id)}.{line}"
+
+
+def _work(tenant_id: TenantId, batch_id: str) -> str:
+    return f"rh.v1.batch.work.{encode_token(tenant_id)}.{encode_token(batch_id)}"

@@ -61,6 +61,10 @@ class BatchRecords(Protocol):
         """Every batch of a tenant, newest first. Raises Unavailable."""
         ...
 
+    async def unended(self) -> list[Batch]:
+        """Batches of all tenants that have not ended. Raises Unavailable."""
+        ...
+
     async def change(self, recorded: Recorded, batch: Batch) -> None:
         """Replace what was read. Raises Conflict if somebody else changed it meanwhile, Unavailable."""
         ...
@@ -110,6 +114,10 @@ class BatchQueue(Protocol):
 
     async def put(self, tenant_id: TenantId, batch_id: str) -> None:
         """Idempotent within minutes. Raises Unavailable."""
+        ...
+
+    async def has(self, tenant_id: TenantId, batch_id: str) -> bool:
+        """Whether it waits or somebody has it in hands. Raises Unavailable."""
         ...
 
     async def take(self, wait_ms: int) -> QueuedBatch | None:

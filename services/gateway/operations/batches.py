@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from roundhouse.clock import Clock
-from roundhouse.errors import Conflict, InvalidInput, LimitExceeded, NotFound
+from roundhouse.errors import Conflict, InvalidInput, LimitExceeded, NotFound, Unavailable
 from roundhouse.vocabulary import TenantId
 from services.gateway.domain.batches import (
     ACTIVE_MAX,
@@ -18,11 +19,13 @@ from services.gateway.domain.batches import (
     metadata_problem,
 )
 from services.gateway.operations.batch_ports import BatchQueue, BatchRecords, BatchResults, FileStore
+from services.gateway.operations.shielding import finished_anyway
 from services.gateway.ports import Caller
 
 UPLOAD_PURPOSES = ("batch",)
 EXPIRES_S_MIN, EXPIRES_S_MAX = 3_600, 30 * 24 * 3600  # OpenAI
 FILENAME_CHARACTERS_MAX = 255
+LOST_AFTER_S = 300  # longer than a batch takes into the queue, and than the two minutes for which NATS drops repeats
 CHANGE_TRIES = 20  # a guess: others write a batch's record at most once a second
 
 
@@ -157,8 +160,16 @@ class BatchOperations:
             metadata=wish.metadata,
         )
         await self._stores.records.create(batch)
-        await self._stores.queue.put(caller.tenant_id, batch.batch_id)
+        try:
+            await self._stores.queue.put(caller.tenant_id, batch.batch_id)
+        except BaseException:
+            await finished_anyway(self._unmake(batch))  # if it is queued after all, its worker finds no record
+            raise
         return batch
+
+    async def _unmake(self, batch: Batch) -> None:
+        with suppress(Unavailable):  # then the sweep queues it
+            await self._stores.records.delete(batch.tenant_id, batch.batch_id)
 
     async def batch(self, caller: Caller, batch_id: str) -> Batch:
         """Raises NotFound, Unavailable."""
@@ -190,9 +201,14 @@ class BatchOperations:
         return len(batches) + len(files)
 
     async def sweep(self) -> None:
-        """Remove the files whose time is over. Raises Unavailable."""
+        """Remove the files whose time is over, and queue the batches that nobody has: a gateway was killed after it had
+        recorded one, and before it had queued it. Raises Unavailable."""
         for file in await self._stores.files.ended(self._now_s()):
             await self._stores.files.delete(file.tenant_id, file.file_id)
+        oldest_s = self._now_s() - LOST_AFTER_S
+        for batch in await self._stores.records.unended():
+            if batch.created_s <= oldest_s and not await self._stores.queue.has(batch.tenant_id, batch.batch_id):
+                await self._stores.queue.put(batch.tenant_id, batch.batch_id)
 
     async def _check_room(self, tenant_id: TenantId, more: int) -> None:
         used = sum(file.size for file in await self._stores.files.all(tenant_id))

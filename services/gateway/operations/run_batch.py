@@ -50,6 +50,7 @@ PAUSE_MS_MIN, PAUSE_MS_MAX = 500, 30_000  # between tries of a line
 FAULTS_MAX = 5  # tries of a line that the engine or the deadline fails; refusals that say when do not count
 LINE_DEADLINE_MS = 600_000  # a guess: of one try, waiting included
 KEEP_TRIES = 30  # with `TICK_MS` and the store's time-outs: longer than a server takes to come back
+OUTPUTS = ("output", "errors")
 OUTPUT_KEPT_S = 30 * 24 * 3600  # OpenAI
 
 _encode = msgspec.json.Encoder().encode
@@ -151,10 +152,16 @@ class BatchWorker:
 
     async def run(self, tenant_id: TenantId, batch_id: str) -> None:
         """Bring a batch to its end. Idempotent. Raises NotFound (it was erased), Unavailable."""
-        batch = (await self._stores.records.find(tenant_id, batch_id)).batch
-        if not batch.has_ended:
-            with tempfile.TemporaryFile() as source:
-                await self._run_from(batch, source)
+        try:
+            batch = (await self._stores.records.find(tenant_id, batch_id)).batch
+            if not batch.has_ended:
+                with tempfile.TemporaryFile() as source:
+                    await self._run_from(batch, source)
+        except NotFound:  # what was written since the erasure goes too
+            await self._stores.results.forget(tenant_id, batch_id)
+            for what in OUTPUTS:
+                await self._stores.files.delete(tenant_id, _file_id(batch_id, what))
+            raise
         await self._stores.results.forget(tenant_id, batch_id)
 
     async def _run_from(self, batch: Batch, source: BinaryIO) -> None:
@@ -262,8 +269,9 @@ class BatchWorker:
                 ending = "completed" if ending == "expired" else ending
             for line in missing.values():
                 _write(errors, batch, missing_result(line, ending))
-            output_id = await self._file(batch, "output", output)
-            error_id = await self._file(batch, "errors", errors)
+            output_id, error_id = [
+                await self._file(batch, what, content) for what, content in zip(OUTPUTS, (output, errors), strict=True)
+            ]
 
         def ended(one: Batch) -> Batch:
             done = counted(one, len(lines), completed, failed)
@@ -278,7 +286,7 @@ class BatchWorker:
         content.seek(0)
         now_s = self._now_s()
         file = StoredFile(
-            file_id=f"file-{batch.batch_id.removeprefix('batch_')}-{what}",
+            file_id=_file_id(batch.batch_id, what),
             tenant_id=batch.tenant_id,
             filename=f"{batch.batch_id}_{what}.jsonl",
             purpose="batch_output",
@@ -307,6 +315,10 @@ class Change(Protocol):
 def _begun(batch: Batch, total: int, now_s: int) -> Batch:
     begun = batch if "cancelling" in batch.times else entered(batch, "in_progress", now_s)
     return counted(begun, total, begun.completed, begun.failed)
+
+
+def _file_id(batch_id: str, what: str) -> str:
+    return f"file-{batch_id.removeprefix('batch_')}-{what}"
 
 
 def _write(target: BinaryIO, batch: Batch, result: LineResult) -> None:

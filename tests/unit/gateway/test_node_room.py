@@ -1,10 +1,9 @@
 """Who waits while a node has as many streams as it takes: none is forgotten. No server: frames are made by hand."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 from services.gateway.adapters import http2_frames as h2
-from services.gateway.adapters.node_call import Call
 from services.gateway.adapters.node_connection import NodeConnection
 
 
@@ -54,7 +53,7 @@ async def test_the_place_of_one_who_left_as_it_was_called_goes_to_the_next() -> 
     await turns()
     assert second.cancelled()
     assert third.done()
-    cast("Call", third.result()).cancel()
+    third.result().cancel()
     connection.close()
 
 
