@@ -26,6 +26,8 @@ def migrate(writer: Engine) -> None:
     try:
         with translated_errors("migrate"), writer.begin() as connection:
             if connection.dialect.name == "postgresql":
+                # An index over a large ledger, or the wait for who makes it, takes longer than any query may.
+                connection.execute(text("SET LOCAL statement_timeout = 0"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
             config.attributes["connection"] = connection
             command.upgrade(config, "head")

@@ -8,6 +8,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Column, Connection, MetaData, Numeric, Table, Text, insert
 
+from services.metering.adapters import database
 from services.metering.adapters.database import ledger_url, open_writer
 from services.metering.adapters.sql_accounts import SqlAccounts
 from services.metering.adapters.sql_ledger import SqlLedger
@@ -85,4 +86,23 @@ async def test_rows_of_the_first_version_are_booked_in_the_month_of_their_own_ti
     assert booked == [[Decimal("0.1")], [Decimal("0.4")]]
     rows = (await ledger.rows(UsageFilter(), after=None, limit=9)).rows
     assert [(row.kind, row.reversal_ms) for row in rows] == [("usage", None), ("supersedes", march)]
+    await ledger.close()
+
+
+async def test_a_migration_takes_the_time_that_it_needs(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index over a large ledger takes longer than any query may: the limit on statements (here 0.2 s) is not one on
+    migrations, which would fail at every start for ever. It holds again for what comes after them."""
+    upgrade = command.upgrade
+
+    def slow(config: Config, revision: str) -> None:
+        config.attributes["connection"].exec_driver_sql("SELECT pg_sleep(0.5)")
+        upgrade(config, revision)
+
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_MS", 200)
+    monkeypatch.setattr(command, "upgrade", slow)
+    ledger = await SqlLedger.open(database_url("postgresql", request, tmp_path))
+    limit = await ledger.database.write("ask", lambda each: each.exec_driver_sql("SHOW statement_timeout").scalar_one())
+    assert limit == "200ms"
     await ledger.close()
