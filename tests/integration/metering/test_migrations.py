@@ -103,6 +103,8 @@ async def test_a_migration_takes_the_time_that_it_needs(
     monkeypatch.setattr(database, "STATEMENT_TIMEOUT_MS", 200)
     monkeypatch.setattr(command, "upgrade", slow)
     ledger = await SqlLedger.open(database_url("postgresql", request, tmp_path))
-    limit = await ledger.database.write("ask", lambda each: each.exec_driver_sql("SHOW statement_timeout").scalar_one())
+    limit: str = await ledger.database.write(
+        "ask", lambda each: each.exec_driver_sql("SHOW statement_timeout").scalar_one()
+    )
     assert limit == "200ms"
     await ledger.close()
