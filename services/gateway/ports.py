@@ -366,6 +366,10 @@ class TextCodec(Protocol):
         it makes `token_ids` of it."""
         ...
 
+    def with_leading(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that such an engine makes: with the special ones before them, unless they begin so already."""
+        ...
+
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """The prompt of a conversation. Raises InvalidInput when the template refuses it or there is none."""
         ...

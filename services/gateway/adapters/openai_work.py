@@ -97,7 +97,7 @@ class OpenAIWork:
         text = await resolved.codec.render_chat(messages, tools)
         # The template writes the model's special tokens itself.
         [token_ids] = await resolved.codec.encode([text], add_special_tokens=False)
-        [prompt] = await self._sharing(context, resolved, [Prompt(text, token_ids)], chat=True)
+        [prompt] = await self._sharing(context, resolved, [_as_begun(resolved, Prompt(text, token_ids))], chat=True)
         prepared = self._generation(
             "chat", context, resolved, [prompt], sampling, CHAT_OUTPUT_TOKENS_DEFAULT, param="messages"
         )
@@ -114,7 +114,7 @@ class OpenAIWork:
         if len(given) * sampling.n > CALLS_MAX:
             raise InvalidInput(f"prompts times 'n' may be at most {CALLS_MAX}.", param="n")
         resolved = await self._resolve(body.model, context.caller)
-        prompts = await _prompts(given, resolved.codec, "prompt")
+        prompts = [_as_begun(resolved, each) for each in await _prompts(given, resolved.codec, "prompt")]
         prompts = await self._sharing(context, resolved, prompts, chat=False)
         prepared = self._generation(
             "completion", context, resolved, prompts, sampling, COMPLETION_OUTPUT_TOKENS_DEFAULT, param="prompt"
@@ -276,6 +276,14 @@ def _may_fall_back(context: RequestContext, resolved: _Resolved) -> bool:
     if resolved.model.fallback is None or resolved.adapter is not None:
         return False
     return resolved.tenant.fallback if context.fallback is None else context.fallback
+
+
+def _as_begun(resolved: _Resolved, prompt: Prompt) -> Prompt:
+    """With the tokens that vLLM's backend makes of it, also where a template, or a caller's list, begins without them:
+    else queues and limits count one less than the engine, and the blocks of its prompts have other names."""
+    if resolved.model.engine is not Engine.VLLM:
+        return prompt
+    return replace(prompt, token_ids=resolved.codec.with_leading(prompt.token_ids))
 
 
 def _engine_text(resolved: _Resolved, prompt: Prompt) -> str:

@@ -68,6 +68,12 @@ class HuggingFaceCodec:
         twice = tuple(token_ids[: 2 * len(ids)]) == ids * 2 and not text.startswith(lead * 2)
         return text if twice else text.removeprefix(lead)
 
+    def with_leading(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """See `TextCodec.with_leading`."""
+        _, ids = self._leading
+        begins = tuple(token_ids[: len(ids)]) == ids
+        return tuple(token_ids) if begins else (*ids, *token_ids)
+
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """See `TextCodec.render_chat`."""
         size = sum(len(str(message)) for message in messages)

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
 from roundhouse.block_keys import tenant_salt
 from roundhouse.catalogue.records import Engine
 from services.gateway.ports import EngineRequest
@@ -34,6 +37,36 @@ async def test_the_salt_comes_from_the_key_whatever_the_body_says(
         {"roundhouse": {"salt": one, "adapter_digest": "sha256:" + "cd" * 32}},
     ]
     assert all("seed" not in each for each in told)
+
+
+async def test_a_prompt_counts_as_the_tokens_that_its_backend_makes(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """Over a tokenizer that begins every text with `<s>`, a chat template without it, a text, and a list of ids without
+    it: what queues and limits count, and blocks are named by, is what the engine makes of the text that it is sent."""
+    folder, node = random_checkpoint(tmp_path / "m"), FakeNode()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    models = (llm_model(engine=Engine.VLLM, tokenizer_path=str(folder)),)
+    async with (
+        running_gateway(nats_url, redis_url, catalogue(*models), node=node) as gateway,
+        gateway.client() as client,
+    ):
+        for route, more in (
+            ("chat/completions", CHAT),
+            ("completions", {"model": "m", "prompt": "hello"}),
+            ("completions", {"model": "m", "prompt": [77, 78, 79]}),
+        ):
+            answer = await client.post(f"/v1/{route}", json={**more, "max_tokens": 1})
+            assert answer.status_code == 200
+    calls = [call for call in node.calls if isinstance(call, EngineRequest)]
+    made = [tuple(tokenizer.encode(call.text_input, add_special_tokens=True).ids) for call in calls]
+    assert [call.prompt_token_ids for call in calls] == made
+    assert [submitted.input_tokens for submitted in gateway.scheduler.submitted] == [len(each) for each in made]
 
 
 async def test_what_its_backend_cannot_be_told_is_refused(nats_url: str, redis_url: str, tmp_path: Path) -> None:

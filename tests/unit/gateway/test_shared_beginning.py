@@ -58,6 +58,10 @@ class LetterCodec:
         """There are none."""
         return text
 
+    def with_leading(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """There are none."""
+        return tuple(token_ids)
+
     async def render_chat(self, messages: Sequence[object], tools: Sequence[object] | None) -> str:
         """Raises InvalidInput for a system message if there is no place for one."""
         if not self.has_system:

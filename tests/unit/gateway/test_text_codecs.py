@@ -40,14 +40,14 @@ async def test_a_template_sees_messages_and_special_tokens(tmp_path: Path) -> No
         ("<s>hello", False, "hello"),  # a chat: its template has written it
         ("hello", True, "hello"),  # a completion: it was put before
         ("<s>hello", True, "<s>hello"),  # and its caller wrote one of his own
-        ("hello", False, "hello"),  # a template without it: nothing can be left out
+        ("hello", False, "hello"),  # a template without it: nothing can be left out, so it counts here too
     ],
 )
 async def test_an_engine_that_begins_texts_itself_makes_the_same_tokens(
     tmp_path: Path, text: str, adds: bool, sent: str
 ) -> None:
     """Over a tokenizer that begins with `<s>`, as Llama's does: one token too many would shift every position, and be
-    counted by the engine and not by us. The last case stays one more, there."""
+    counted by the engine and not by us."""
     folder = random_checkpoint(tmp_path / "m")
     file = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
@@ -56,10 +56,10 @@ async def test_an_engine_that_begins_texts_itself_makes_the_same_tokens(
     codec = HuggingFaceCodec(folder)
     [token_ids] = await codec.encode([text], add_special_tokens=adds)
     assert codec.without_leading(text, token_ids) == sent
-    by_the_engine = tokenizer.encode(sent, add_special_tokens=True).ids
-    assert by_the_engine == ([0] if text == "hello" and not adds else []) + list(token_ids)
+    assert codec.with_leading(token_ids) == tuple(tokenizer.encode(sent, add_special_tokens=True).ids)
     plain = HuggingFaceCodec(random_checkpoint(tmp_path / "plain"))
     assert plain.without_leading(text, token_ids) == text
+    assert plain.with_leading(token_ids) == token_ids
 
 
 @pytest.mark.parametrize(
