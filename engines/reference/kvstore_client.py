@@ -38,6 +38,7 @@ WRITE_LEASE_MS = 5_000  # a chunk takes milliseconds; a killed engine holds its 
 WORKER_TIMEOUT_S = 1.0  # the worker may wait longer than a caller, but a hung store must not hold it for ever
 COOL_DOWN_S = 0.25  # after a failure nobody asks for this long: a hung store costs 20 ms in 250, not each request
 RETRY_S = 0.25  # between attempts to map the arena
+LOOK_S = 5.0  # of an engine that asks for nothing: so long it may map the memory of a store that has ended
 QUEUE_BYTES_MAX = 64 * 1024 * 1024  # guess: a thousand blocks of a small model wait, then offers are dropped
 FAILURES = (grpc.RpcError, OSError, ValueError)
 
@@ -243,7 +244,7 @@ class KvStoreClient:
             with self._news:
                 self._busy = False
                 self._news.notify_all()
-                self._news.wait_for(self._has_work)
+                is_idle = not self._news.wait_for(self._has_work, LOOK_S)
                 if self._closing and not self._releases:
                     return
                 self._busy = bool(self._offers or self._releases)
@@ -257,8 +258,18 @@ class KvStoreClient:
                     self._store(offer)
                 elif offer is not None:
                     self._count(dropped=len(offer.blocks))
-            except Exception:  # noqa: BLE001 - the worker outlives every fault of the store
+                elif is_idle:
+                    self._look()
+            except Exception as error:  # noqa: BLE001 - the worker outlives every fault of the store
                 self._failed(dropped=len(offer.blocks) if offer is not None else 0)
+                self._forget_if_ended(error)
+
+    def _look(self) -> None:
+        """See whether the store is still there, and the same. Keeps no reference to its arena."""
+        arena = self._arena
+        if arena is not None:
+            found = self._stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=WORKER_TIMEOUT_S)
+            self._is_current(arena, found.incarnation)
 
     def _has_work(self) -> bool:
         return self._closing or self._arena is None or bool(self._offers or self._releases)
@@ -319,6 +330,12 @@ class KvStoreClient:
         if arena.incarnation != incarnation:
             self._forget(arena)
         return arena.incarnation == incarnation
+
+    def _forget_if_ended(self, error: Exception) -> None:
+        """Nobody listens any more: the memory goes too, because the next store may need its room."""
+        arena = self._arena
+        if arena is not None and isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._forget(arena)
 
     def _forget(self, arena: MappedArena) -> None:
         """Let the worker map the store's arena anew."""

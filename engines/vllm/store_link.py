@@ -28,6 +28,7 @@ READ_LEASE_MS = 10_000
 WRITE_LEASE_MS = 5_000
 CALL_TIMEOUT_S = 1.0
 COOL_DOWN_S = 0.25  # after a failure nobody asks for this long
+LOOK_S = 5.0  # of an engine that asks for nothing: so long it may map the memory of a store that has ended
 CLOSE_S = 5.0  # a store that hangs must not hold up the end of an engine
 SAVES_MAX = 64  # chunks that wait; more are dropped, which costs a miss
 
@@ -124,13 +125,30 @@ class StoreLink:
             self.failures += 1
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             try:
                 work()
-            except Exception:  # noqa: BLE001 - the worker outlives every fault of the store
+            except Exception as error:  # noqa: BLE001 - the worker outlives every fault of the store
                 self._failed()
+                if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                    self._arena = None  # nobody listens any more: the next store may need the memory
             finally:
-                self._work.task_done()
+                if work != self._look:
+                    self._work.task_done()
+
+    def _next(self) -> Callable[[], object] | None:
+        """What is to be done; after a while without anything, to see whether the store is still there."""
+        try:
+            return self._work.get(timeout=LOOK_S)
+        except queue.Empty:
+            return self._look
+
+    def _look(self) -> None:
+        arena = self._arena
+        if arena is not None:
+            found = self._stub.DescribeArena(kv_pb2.DescribeArenaRequest(), timeout=CALL_TIMEOUT_S)
+            if found.incarnation != arena.incarnation:
+                self._arena = None
 
     def _save(self, plan: SavePlan, blocks: Sequence[Bytes], model_digest: bytes) -> None:
         ends_s = time.monotonic() + WRITE_LEASE_MS / 1000  # of a lease that begins later, so ends later

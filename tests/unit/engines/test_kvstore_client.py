@@ -133,8 +133,10 @@ def address(store: LyingStore) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(address: str) -> Iterator[KvStoreClient]:
-    """A client that has found the store; a call before has opened the connection, as in a running engine."""
+def client(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvStoreClient]:
+    """A client that has found the store; a call before has opened the connection, as in a running engine. It is patient
+    for the sake of a busy machine."""
+    monkeypatch.setattr(kvstore_client, "LOOKUP_TIMEOUT_S", 30.0)
     client = KvStoreClient(address, SHAPE, b"model")
     assert client.wait_until_mapped(5)
     yield client
@@ -177,10 +179,11 @@ def test_a_slot_that_is_not_the_block_asked_for_is_a_miss(
     assert numbers(client) == []
 
 
-def test_a_late_answer_is_a_miss(client: KvStoreClient, store: LyingStore) -> None:
+def test_a_late_answer_is_a_miss(client: KvStoreClient, store: LyingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store takes 2 s: the lookup is over before, and it asks no more while the store is given a rest."""
     store.found = [store.slot(0)]
     assert numbers(client) == [0]
+    monkeypatch.setattr(kvstore_client, "LOOKUP_TIMEOUT_S", LOOKUP_TIMEOUT_S)
     store.delay_s = 2.0
     begun_s = time.monotonic()
     assert numbers(client) == []

@@ -3,16 +3,18 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from engines.vllm import store_link
 from engines.vllm.block_saves import SavePlan
 from engines.vllm.store_link import StoreLink
-from roundhouse.wire.v1 import kv_pb2
+from roundhouse.wire.v1 import kv_pb2, kv_pb2_grpc
 from tests.unit.engines.test_kvstore_client import KEYS, SALT, LyingStore, address, block
 
 __all__ = ["address"]  # a fixture
@@ -58,8 +60,9 @@ def store(tmp_path: Path) -> SlowStore:
 
 
 @pytest.fixture
-def link(address: str) -> Iterator[StoreLink]:
-    """A connection."""
+def link(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreLink]:
+    """A connection, patient for the sake of a busy machine."""
+    monkeypatch.setattr(store_link, "LOOKUP_TIMEOUT_S", 30.0)
     link = StoreLink(address)
     yield link
     link.close()
@@ -110,3 +113,26 @@ def test_what_is_copied_after_the_lease_has_ended_is_a_miss(
     time.sleep(0.005)
     assert not link.read(run, 0, lambda _: None)
     assert link.corrupt == 0
+
+
+def test_an_idle_engine_lets_go_of_the_memory_of_a_store_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next store may need the room, and nobody would ask before it is there."""
+    monkeypatch.setattr(store_link, "LOOK_S", 0.05)
+    store = SlowStore(tmp_path / "arena")
+    with ThreadPoolExecutor(4) as threads:
+        server = grpc.server(threads)
+        kv_pb2_grpc.add_KvStoreServicer_to_server(store, server)
+        link = StoreLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        server.start()
+        store.found = [store.slot(0)]
+        monkeypatch.setattr(store_link, "LOOKUP_TIMEOUT_S", 30.0)
+        assert link.read(link.lookup(SALT, KEYS), 0, lambda _: None)
+        assert str(tmp_path) in Path("/proc/self/maps").read_text()
+        server.stop(0).wait()
+    deadline_s = time.monotonic() + LIMIT_S
+    while str(tmp_path) in Path("/proc/self/maps").read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    link.close()

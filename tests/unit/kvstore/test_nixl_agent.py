@@ -159,7 +159,7 @@ def test_without_nixl_the_process_does_not_start(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_read_that_is_given_up_before_it_begins_loses_no_buffer(agent: NixlAgent, played: PlayedNixl) -> None:
     """Cancelled while the agent's thread looks for a buffer for it, 3 times: the next read needs no more than 1."""
-    for _ in range(3):
+    for number in range(3):
         busy, go_on = threading.Event(), threading.Event()
 
         def register(*_: object, busy=busy, go_on=go_on, **__: object) -> object:  # type: ignore[no-untyped-def]
@@ -171,7 +171,7 @@ async def test_a_read_that_is_given_up_before_it_begins_loses_no_buffer(agent: N
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(played, "register_memory", register)
             task = asyncio.create_task(_read(agent))
-            if not played.registered:
+            if number == 0:  # later ones find the buffer of the first one, unless it was lost
                 assert await asyncio.to_thread(busy.wait, 30)
             else:
                 await asyncio.sleep(0)
