@@ -8,10 +8,11 @@ mapped, touched shared file, by the same processes in the same round; with sever
 time is that from the first start to the last end. The ratio that counts is the median of the rounds' ratios. Beside it,
 what a copy and a checksum in two passes reach (`checked_copy_*`). The limit of the disk is direct reads of the same
 sizes into memory of the arena's kind, by as many clients and with as many threads each as the store reads with
-(`kv_disk`); with `--memory-folder` on a tmpfs that was mounted with `huge=advise` all shared memory, ours and that of
-the limits, is in huge pages. Redis is Valkey over TCP with GET
-and SET, without its append-only file; `--lmcache-python` and `--mooncake-python` name interpreters that have these
-stores.
+(`kv_disk`). With `--memory-folder` on a tmpfs that was mounted with `huge=advise` all shared memory, ours and that of
+the limits, is in huge pages; else it nearly always is not. A check by several clients comes right after a get, and so
+shares the cores with the store's writing of what the get has earned (docs/decisions/0165). Redis is Valkey over TCP
+with GET and SET, without its append-only file; `--lmcache-python` and `--mooncake-python` name interpreters that have
+these stores.
 """
 
 import argparse

@@ -300,9 +300,9 @@ class BlockTable:
     def _reserve_chain(self, new: NewBlocks, units: int, chain: list[Block]) -> tuple[list[Block], RefusalReason]:
         """Make blocks for the keys that are not there; pins every block of the keys and adds it to `chain`."""
         writing: list[Block] = []
-        parent = new.parent_key
+        find, parent = self._forest.find, new.parent_key
         for key in new.keys:
-            block = self._forest.find(key)
+            block = find(key)
             if block is None:
                 slot = self._make_room(units)
                 if isinstance(slot, NoSlot):

@@ -12,15 +12,15 @@ Source: the slab allocator (Bonwick, USENIX 1994); decision: docs/decisions/0051
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 CLASSES_A_DOUBLING = 8  # sizes between n and 2n units: wastes at most 1/8 of a slot
 EXTENTS_WANTED = 64  # guess: enough for some tens of different block sizes in a small arena
 EXTENT_BYTES_MAX = 64 * 1024 * 1024  # guess: 30 blocks of the largest models (2 MiB), so their rest stays small
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A held piece of the arena: `offset` in bytes, `units` of the smallest slot."""
+class Slot(NamedTuple):
+    """A held piece of the arena: `offset` in bytes, `units` of the smallest slot. A tuple, as one is made a block."""
 
     offset: int
     units: int
