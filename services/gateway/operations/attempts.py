@@ -98,7 +98,8 @@ class Attempts:
 
     def heartbeat(self, now_ms: int) -> wire.Heartbeat | None:
         """The message that renews all leases; None when there is nothing to say. `now_ms` is Unix time."""
-        while self._finished and self._finished[0][0] < now_ms:
+        # Also what a clock that stepped back would have repeated until it has caught up.
+        while self._finished and not now_ms <= self._finished[0][0] <= now_ms + FINISHED_REPEAT_MS:
             self._finished.popleft()
         leases = [_progress(attempt) for attempt in self._open.values() if attempt.grant is not None]
         if not leases and not self._finished:

@@ -48,8 +48,10 @@ class Settlements:
     async def retry(self) -> None:
         """Settle what was kept, oldest first. Raises Unavailable at the first failure and keeps the rest."""
         while self._waiting:
-            await self._end(*self._waiting[0])
-            self._waiting.popleft()
+            first = self._waiting[0]
+            await self._end(*first)
+            if self._waiting and self._waiting[0] is first:  # else it was pushed out meanwhile
+                self._waiting.popleft()
 
     async def _now_or_later(self, admitted: Admitted, used: Used | None) -> None:
         try:

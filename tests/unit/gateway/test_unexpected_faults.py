@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from roundhouse.errors import EngineFailed, InvalidInput
-from roundhouse.vocabulary import Outcome
-from roundhouse.wire.v1.scheduling_pb2 import Placement, SubmitReply, SubmitRequest
+from roundhouse.errors import EngineFailed, InvalidInput, Unavailable
+from roundhouse.vocabulary import Outcome, RequestId
+from roundhouse.wire.v1.scheduling_pb2 import Finished, Placement, SubmitReply, SubmitRequest
 from services.gateway.adapters.http_requests import DEADLINE_MS_MAX, deadline_ms_of
 from services.gateway.adapters.kserve_bodies import parse_infer
+from services.gateway.operations import settlements
+from services.gateway.operations.attempts import Attempts
 from services.gateway.operations.run_request import run_request
-from services.gateway.ports import EngineChunk, EngineRequest
+from services.gateway.ports import Admitted, EngineChunk, EngineRequest
 from tests.fakes.inference_node import FakeNode
-from tests.unit.gateway.gateway_world import GatewayWorld
+from tests.unit.gateway.gateway_world import T1, GatewayWorld
 from tests.unit.gateway.scenarios import billed, collect, in_world, the_event
 
 
@@ -102,6 +104,47 @@ def test_what_an_engine_does_after_the_last_piece_is_nobodys_loss(hangs: bool) -
         assert world.clock.monotonic_ms() - began_ms < 1_000
 
     assert billed(the_event(in_world(scenario))) == (Outcome.DONE, 10, 3)
+
+
+def test_a_settlement_that_waits_is_not_dropped_for_one_that_was_just_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two, A and B wait; while A is being settled C cannot be, and pushes A out. B and C are left."""
+    monkeypatch.setattr(settlements, "WAITING_MAX", 2)
+
+    async def scenario(world: GatewayWorld) -> None:
+        waiting, settled = settlements.Settlements(world.admission), []
+        a, b, c = (admitted(name) for name in "abc")
+
+        async def slowly(given: Admitted, **_: Any) -> None:
+            settled.append(given.ticket)
+            if given.ticket != "c" and settled.count("a") > 1:
+                await asyncio.sleep(1)
+            if settled.count(given.ticket) == 1:
+                raise Unavailable("the store is away")
+
+        world.admission.settle = slowly  # type: ignore[assignment]
+        for each in (a, b):
+            await waiting.settle(each, used_tokens=1)
+        retrying = asyncio.create_task(waiting.retry())
+        await asyncio.sleep(0.5)
+        await waiting.settle(c, used_tokens=1)
+        await retrying
+        assert settled == ["a", "b", "a", "c", "b", "c"]
+        assert len(waiting) == 0
+
+    in_world(scenario)
+
+
+def admitted(name: str) -> Admitted:
+    """A request that passed every limit."""
+    return Admitted(RequestId(name), T1, 1, None, None, 0, 0)
+
+
+def test_a_clock_that_steps_back_does_not_have_finishes_repeated_for_ever() -> None:
+    """They are repeated for five seconds; after a step of an hour they would be for an hour, and pile up."""
+    attempts = Attempts("g1")
+    attempts.remember(Finished(request_id="r1"), 10_000_000)
+    assert attempts.heartbeat(10_004_000) is not None
+    assert attempts.heartbeat(10_000_000 - 3_600_000) is None
 
 
 @pytest.mark.parametrize("text", ["000000000001" + "9" * 30, "0" * 5_000 + "1", "0", "-1", "1.5", "٣", "3600001", ""])
