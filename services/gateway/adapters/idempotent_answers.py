@@ -62,7 +62,11 @@ class IdempotentAnswer:
 
         async def claimed() -> None:
             nonlocal gone
-            self._kept = await self._wait_for_claim()
+            try:
+                self._kept = await self._wait_for_claim()
+            except (asyncio.CancelledError, Unavailable):  # it may have been claimed, or be just now
+                await finished_anyway(self._give_back())
+                raise
             gone = False
 
         await while_connected(receive, claimed(), Sender(send), scope)
@@ -72,6 +76,10 @@ class IdempotentAnswer:
             await _repeat(self._kept, send)
         else:
             await self._run(scope, send)
+
+    async def _give_back(self) -> None:
+        with suppress(Unavailable):  # then it ends by itself
+            await self._store.release(self._tenant, self._key, self._owner)
 
     async def _wait_for_claim(self) -> Answer | None:
         """None: the key is ours. Else the kept answer."""

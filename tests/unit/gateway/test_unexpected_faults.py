@@ -3,19 +3,24 @@ settled and billed once. On virtual time, over fakes."""
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from roundhouse.errors import EngineFailed, InvalidInput, Unavailable
-from roundhouse.vocabulary import Outcome, RequestId
+from roundhouse.vocabulary import Outcome, RequestId, TenantId
 from roundhouse.wire.v1.scheduling_pb2 import Finished, Placement, SubmitReply, SubmitRequest
 from services.gateway.adapters.http_requests import DEADLINE_MS_MAX, deadline_ms_of
+from services.gateway.adapters.idempotent_answers import IdempotentAnswer
 from services.gateway.adapters.kserve_bodies import parse_infer
+from services.gateway.domain.idempotency import Claim, Claimed
 from services.gateway.operations import settlements
 from services.gateway.operations.attempts import Attempts
+from services.gateway.operations.resolve_model import RequestContext
 from services.gateway.operations.run_request import run_request
 from services.gateway.ports import Admitted, EngineChunk, EngineRequest
+from tests.fakes.answer_store import InMemoryAnswerStore
 from tests.fakes.inference_node import FakeNode
 from tests.unit.gateway.gateway_world import T1, GatewayWorld
 from tests.unit.gateway.scenarios import billed, collect, in_world, the_event
@@ -145,6 +150,36 @@ def test_a_clock_that_steps_back_does_not_have_finishes_repeated_for_ever() -> N
     attempts.remember(Finished(request_id="r1"), 10_000_000)
     assert attempts.heartbeat(10_004_000) is not None
     assert attempts.heartbeat(10_000_000 - 3_600_000) is None
+
+
+@pytest.mark.parametrize("ending", ["the client leaves", "the store answers too late"])
+def test_a_claim_whose_answer_nobody_got_is_given_back(ending: str) -> None:
+    """The store has noted that a key is taken, and its word is lost: the client's next try is not held up by it for the
+    fifteen seconds that a claim lives."""
+
+    async def scenario(world: GatewayWorld) -> None:
+        class Deaf(InMemoryAnswerStore):
+            async def claim(self, tenant_id: TenantId, key: str, fingerprint: str, owner: str) -> Claim:
+                await super().claim(tenant_id, key, fingerprint, owner)
+                if ending == "the client leaves":
+                    await asyncio.sleep(60)
+                raise Unavailable("the store did not run answers.lua")
+
+        async def leaves() -> dict[str, Any]:
+            await asyncio.sleep(1)
+            return {"type": "http.disconnect"}
+
+        async def nothing(*_: Any) -> None:
+            raise AssertionError("nothing is run, and nothing is sent")
+
+        store = Deaf(world.clock)
+        context = RequestContext(RequestId("r1"), world.caller, world.clock.now_ms() + 60_000)
+        answer = IdempotentAnswer(nothing, store, world.clock, context, "key", "print")
+        with suppress(Unavailable):
+            await answer({"type": "http"}, leaves, nothing)
+        assert isinstance(await InMemoryAnswerStore.claim(store, T1, "key", "print", "another"), Claimed)
+
+    in_world(scenario)
 
 
 @pytest.mark.parametrize("text", ["000000000001" + "9" * 30, "0" * 5_000 + "1", "0", "-1", "1.5", "٣", "3600001", ""])
