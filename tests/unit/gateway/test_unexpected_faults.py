@@ -116,7 +116,7 @@ def test_a_settlement_that_waits_is_not_dropped_for_one_that_was_just_settled(mo
     monkeypatch.setattr(settlements, "WAITING_MAX", 2)
 
     async def scenario(world: GatewayWorld) -> None:
-        waiting, settled = settlements.Settlements(world.admission), []
+        waiting, settled = settlements.Settlements(world.admission), list[str]()
         a, b, c = (admitted(name) for name in "abc")
 
         async def slowly(given: Admitted, **_: Any) -> None:
