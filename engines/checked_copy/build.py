@@ -7,6 +7,7 @@ nothing is built and nothing fails.
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,4 +32,6 @@ def build(library: Path = LIBRARY) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(build() or None)
+    if problem := build():
+        raise SystemExit(problem)
+    sys.stdout.write(f"built {LIBRARY}\n")
