@@ -1,6 +1,6 @@
 """Hand free slots to waiting requests, and bring each grant or refusal to its gateway.
 
-Every event that can free or need a slot is gathered; one loop makes a turn of what has been gathered, so under load
+Every event that can free or need a slot is gathered; one loop a pool makes turns of what has been gathered: under load
 many events share one script. A message that is not acknowledged stays in the store's outbox, and whichever replica
 finds it due sends it again (`redeliver`): a crash between a turn and the gateway loses nothing (invariant 1).
 """
@@ -60,6 +60,7 @@ class Dispatcher:
         self._instruments = instruments
         self._cluster = cluster
         self._gathered: dict[PoolName, Gathered] = {}
+        self._taking: set[PoolName] = set()  # pools that take their turns now
         self._woken = asyncio.Event()
         self._acknowledged: dict[PoolName, list[AttemptId]] = {}
         self._deliveries: set[asyncio.Task[None]] = set()
@@ -97,18 +98,28 @@ class Dispatcher:
         return tuple(await asyncio.gather(*answers))
 
     async def run(self) -> None:
-        """Turn after turn until cancelled; deliveries in flight are cancelled with it and made by another replica."""
+        """Turn after turn until cancelled; deliveries in flight are cancelled with it and made by another replica.
+
+        Each pool has its turns one after the other, and beside those of others: its part of the store may be away."""
         try:
-            while True:
-                await self._woken.wait()
-                self._woken.clear()
-                while self._gathered:
-                    pool = next(iter(self._gathered))  # the first to come: a pool that is never still waits its turn
-                    await self._turn(pool, self._gathered.pop(pool))
+            async with asyncio.TaskGroup() as turns:
+                while True:
+                    await self._woken.wait()
+                    self._woken.clear()
+                    for pool in [each for each in self._gathered if each not in self._taking]:
+                        self._taking.add(pool)
+                        turns.create_task(self._turns(pool), name="turns")
         finally:
             for gathered in self._gathered.values():
                 gathered.fail(Unavailable("this replica stops"))
             await self._drop_deliveries()
+
+    async def _turns(self, pool: PoolName) -> None:
+        try:
+            while (gathered := self._gathered.pop(pool, None)) is not None:
+                await self._turn(pool, gathered)
+        finally:
+            self._taking.discard(pool)
 
     async def _turn(self, pool: PoolName, gathered: Gathered) -> None:
         rest = gathered.rest()

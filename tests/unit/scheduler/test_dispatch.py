@@ -10,6 +10,7 @@ from services.scheduler.operations.dispatch import Dispatcher
 from tests.fakes.clock import ManualClock
 
 LOUD, QUIET = PoolName("loud"), PoolName("quiet")
+ENDING = (Ending(AttemptId("r/1"), Outcome.DONE), None)
 TURNS_MOST = 50
 
 
@@ -36,21 +37,22 @@ class BusyStore:
         self.more.add(asyncio.create_task(self.dispatcher.finish(pool, [(ending, None)])))
 
 
+def start(store: BusyStore) -> "asyncio.Task[None]":
+    """A dispatcher over this store, without anything to hand out."""
+    nothing = cast("Any", None)
+    store.dispatcher = Dispatcher(cast("Any", store), nothing, nothing, nothing, ManualClock(), nothing, cluster="c")
+    store.dispatcher.deliver = lambda pool, tickets: None  # type: ignore[method-assign]
+    return asyncio.create_task(store.dispatcher.run())
+
+
 def test_a_pool_that_is_never_still_does_not_keep_another_one_waiting() -> None:
-    """Whoever came first has the next turn: quiet, loud, loud …, however fast the loud pool's events come."""
+    """However fast the loud pool's events come, the quiet one has its turn at once."""
 
     async def run() -> list[PoolName]:
         store = BusyStore()
-        nothing = cast("Any", None)
-        store.dispatcher = Dispatcher(
-            cast("Any", store), nothing, nothing, nothing, ManualClock(), nothing, cluster="c"
-        )
-        store.dispatcher.on_cold = lambda: None
-        store.dispatcher.deliver = lambda pool, tickets: None  # type: ignore[method-assign]
+        running = start(store)
         store.end_one(QUIET)
         store.end_one(LOUD)
-        await asyncio.sleep(0)
-        running = asyncio.create_task(store.dispatcher.run())
         await store.enough.wait()
         running.cancel()
         await asyncio.gather(running, *store.more, return_exceptions=True)
@@ -58,3 +60,36 @@ def test_a_pool_that_is_never_still_does_not_keep_another_one_waiting() -> None:
 
     turns = asyncio.run(run())
     assert QUIET in turns[:2]
+
+
+class SilentForOne(BusyStore):
+    """The server of one pool says nothing; that of the other answers."""
+
+    async def turn(self, pool: PoolName, turn: Turn, now_ms: int) -> TurnDone:
+        self.turns.append(pool)
+        if pool == LOUD:
+            await self.enough.wait()
+        return TurnDone(tuple(NotHeld() for _ in turn.endings), (), Nothing())
+
+
+def test_a_pool_whose_store_is_silent_keeps_no_other_one_waiting() -> None:
+    """In a Redis Cluster it lies on another server. Its own turns come one after the other, as ever."""
+
+    async def run() -> None:
+        store = SilentForOne()
+        running = start(store)
+        loud = asyncio.create_task(store.dispatcher.finish(LOUD, [ENDING]))
+        await asyncio.sleep(0)
+        quiet = asyncio.create_task(store.dispatcher.finish(QUIET, [ENDING]))
+        async with asyncio.timeout(30):
+            await quiet
+        again = asyncio.create_task(store.dispatcher.finish(LOUD, [ENDING]))
+        await asyncio.sleep(0)
+        assert store.turns == [LOUD, QUIET]
+        store.enough.set()
+        await asyncio.gather(loud, again)
+        assert store.turns == [LOUD, QUIET, LOUD]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
