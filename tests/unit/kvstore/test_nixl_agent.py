@@ -178,5 +178,8 @@ async def test_a_read_that_is_given_up_before_it_begins_loses_no_buffer(agent: N
             task.cancel()
             go_on.set()
             await asyncio.gather(task, return_exceptions=True)
+            async with asyncio.timeout(30):
+                while not played.registered:  # noqa: ASYNC110 - the agent's thread goes on after the task has ended
+                    await asyncio.sleep(0.01)
     await ended_read(agent, played)
     assert played.registered == 1
