@@ -1,15 +1,15 @@
 """When blocks like one come back, learned from those that did: what keeping it is worth from here on.
 
-Blocks are of one kind if they were used about as often and their session thinks about as long between two turns. For
-each kind the gaps between two uses are counted in bins of age, each half as wide again as the one before. From the
-share F(t) of uses that came back within t, keeping a block of age a until t brings (F(t) - F(a)) uses for the time it
-takes room, the integral of 1 - F from a to t. `density` is the most that any t makes of that: uses a millisecond. (An
-index in the sense of Gittins, 1979; hit density after Beckmann et al., LHD, NSDI 2018.) It rises towards the time at
-which the next turn is expected, so a block whose session is thinking outlives one that has just come, and it falls
-when that has passed.
+Blocks are of one kind if they were used about as often and their session thinks about as long between two turns; those
+that nobody has found yet, if their prompts brought about as many. For each kind the gaps between two uses are counted
+in bins of age, each half as wide again as the one before. From the share F(t) of uses that came back within t, keeping
+a block of age a until t brings (F(t) - F(a)) uses for the time it takes room, the integral of 1 - F from a to t.
+`density` is the most that any t makes of that: uses a millisecond. (An index in the sense of Gittins, 1979; hit density
+after Beckmann et al., LHD, NSDI 2018.) It rises towards the time at which the next turn is expected,
+so a block whose session is thinking outlives one that has just come, and it falls when that has passed.
 
 A kind with little experience borrows that of all with as many uses, and those that of all. Old experience is halved
-away. Without any, all densities are 0. Decision: docs/decisions/0141-think-time.md.
+away. Without any, all densities are 0. Decisions: docs/decisions/0141-think-time.md and 0166.
 """
 
 import itertools
@@ -19,8 +19,9 @@ BIN_0_MS = 1_000  # the first bin; calls of one request fall into it
 BINS_A_DOUBLING = 2  # guess: finer than any law of think times needs
 BINS = 28  # up to two and a half hours
 USES_KINDS = 6  # 0, 1, 2-3, 4-7, 8-15, more
-THINK_KINDS = 6  # unknown, below 4 s, then by factors of 4
+THINK_KINDS = 6  # unknown, below 4 s, then by factors of 4; of blocks that nobody has found yet: of what came at once
 THINK_0_MS = 4_000
+BROUGHT_0 = 16  # blocks; chosen, with what is counted, of four forms on the benchmark's traces: 0.01 apart (0166)
 KINDS = USES_KINDS * THINK_KINDS
 BORROWED_BY_USES = 50.0  # uses that a class of uses borrows from all; chosen on the conversation trace of the benchmark
 BORROWED_BY_KIND = 1_000.0  # as above: 200 and 2,000 differ from it by less than 1 %
@@ -32,8 +33,17 @@ _WIDTHS = [upper - lower for lower, upper in itertools.pairwise(_EDGES)]
 
 def kind_of(uses: int, think_ms: float) -> int:
     """The kind of a block that was found `uses` times and whose session thinks that long; 0 = not known."""
-    think = 0 if think_ms <= 0 else 1 if think_ms < THINK_0_MS else 2 + int(math.log2(think_ms / THINK_0_MS) / 2)
-    return min(uses.bit_length(), USES_KINDS - 1) * THINK_KINDS + min(think, THINK_KINDS - 1)
+    return min(uses.bit_length(), USES_KINDS - 1) * THINK_KINDS + _class_of(think_ms, THINK_0_MS)
+
+
+def kind_of_new(brought: int) -> int:
+    """The kind of a block that nobody has found yet and that came as one of so many; 0 = not known."""
+    return _class_of(brought, BROUGHT_0)
+
+
+def _class_of(size: float, first: float) -> int:
+    """0 = not known; 1 below `first`, then by factors of 4."""
+    return 0 if size <= 0 else 1 if size < first else min(2 + int(math.log2(size / first) / 2), THINK_KINDS - 1)
 
 
 def bin_of(age_ms: float) -> int:

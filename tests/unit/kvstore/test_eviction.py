@@ -140,6 +140,22 @@ def test_a_scan_does_not_flush_sessions_that_come_back() -> None:
     assert hits >= 0.75 * asked
 
 
+def test_of_what_nobody_has_found_yet_prompts_as_long_as_those_that_come_back_stay() -> None:
+    """Every 10 s comes a prompt of 2 blocks that is asked for again once, after 60 s, and one of 20 that never is: 132
+    blocks want 40 slots, and neither use nor think time tells which. Their length does, once it has been seen."""
+    table = table_of(40)
+    hits = 0
+    for number in range(120):
+        now_ms = 10_000 * number
+        if number >= 6:
+            have = found(table, chain(f"short{number - 6}", 2), now_ms)
+            hits += have if number >= 60 else 0
+        for keys in (chain(f"short{number}", 2), chain(f"long{number}", 20)):
+            assert found(table, keys, now_ms) == 0
+            store(table, keys, now_ms)
+    assert hits >= 0.9 * 2 * 60
+
+
 def test_a_writer_waits_for_no_eviction_where_room_is_kept() -> None:
     """256 slots, all held, are below 1/128: the worst go until 3 are free, 1/64 of 253. The next 3 find their slots, of
     4 more 1 has to wait. Room is made in steps: 1, and the other 2, though after 1 it is not below the low mark."""

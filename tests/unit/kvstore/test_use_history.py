@@ -3,9 +3,9 @@
 import pytest
 
 from services.kvstore.domain.records import Block
-from services.kvstore.domain.reuse_forecast import bin_of, kind_of
+from services.kvstore.domain.reuse_forecast import bin_of, kind_of, kind_of_new
 from services.kvstore.domain.slot_arena import Slot
-from services.kvstore.domain.use_history import GONE_MIN, UseHistory
+from services.kvstore.domain.use_history import AWAITED_MAX, GONE_MIN, UseHistory
 from tests.builders.kv_blocks import OTHER_SALT, SALT
 
 
@@ -43,6 +43,46 @@ def test_what_has_gone_is_learned_from_too_and_remembered_when_it_returns() -> N
     assert history.forecast._began[again.kind] == 1  # the lookup began it; to be stored is no further use
 
 
+def test_blocks_that_nobody_has_found_are_of_the_kind_of_how_many_came_at_once() -> None:
+    """A lookup finds one block and misses 20: they are of the kind of 20, those of a later chunk too. What was found
+    meanwhile hands no kind down, nor does what nobody asked for first."""
+    history = UseHistory()
+    system = stored(history, "system", 0)
+    history.looked_up([system], [f"a/{number}".encode() for number in range(20)], 60_000)
+    first = stored(history, "a/0", 60_000, system)
+    assert first.kind == stored(history, "a/1", 60_100, first).kind == kind_of_new(20) == 2
+    assert system.uses == 1
+    assert stored(history, "b/0", 60_200, system).kind == 0
+    history.looked_up([system, first], [], 70_000)
+    assert stored(history, "c/0", 70_000, first).kind == 0
+
+
+def test_what_was_dropped_in_between_counts_as_brought_and_keeps_its_own_kind() -> None:
+    """2 of 20 blocks were stored and have gone. Who asks again brings 20: the 18 new ones are of that kind."""
+    history = UseHistory()
+    names = [f"a/{number}".encode() for number in range(20)]
+    history.looked_up([], names[:2], 0)
+    first = stored(history, "a/0", 0)
+    second = stored(history, "a/1", 0, first)
+    for block in (second, first):
+        history.dropped(block, 0)
+    history.looked_up([], names, 60_000)
+    first = stored(history, "a/0", 60_100)
+    second = stored(history, "a/1", 60_100, first)
+    assert second.kind == kind_of(1, 60_000)
+    assert stored(history, "a/2", 60_100, second).kind == kind_of_new(20)
+
+
+def test_what_is_awaited_is_bounded_and_forgotten_with_an_erasure() -> None:
+    """One lookup more than the bound: what the first missed is not known when it comes. After an erasure nothing is."""
+    history = UseHistory()
+    for number in range(AWAITED_MAX + 1):
+        history.looked_up([], [str(number).encode()], 0)
+    assert [stored(history, name, 0).kind for name in ("0", "1")] == [0, kind_of_new(1)]
+    history.forget(OTHER_SALT)
+    assert stored(history, "2", 0).kind == 0
+
+
 def test_of_an_erased_tenant_nothing_is_remembered() -> None:
     """Two tenants' blocks have gone; one is erased, and its key is new when it comes again."""
     history = UseHistory()
@@ -66,9 +106,11 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_kinds_and_bins() -> None:
-    """Uses by powers of two, think times by powers of four from 4 s; ages by halves of doublings from 1 s."""
+    """Uses by powers of two, think times by powers of four from 4 s, what came at once by them from 16 blocks; ages by
+    halves of doublings from 1 s."""
     assert [kind_of(uses, 0) // 6 for uses in (0, 1, 2, 3, 4, 15, 16, 1_000)] == [0, 1, 2, 2, 3, 4, 5, 5]
-    assert [kind_of(0, ms) for ms in (0, 1, 3_999, 4_000, 15_999, 16_000, 10**9)] == [0, 1, 1, 2, 2, 3, 5]
+    assert [kind_of(1, ms) - 6 for ms in (0, 1, 3_999, 4_000, 15_999, 16_000, 10**9)] == [0, 1, 1, 2, 2, 3, 5]
+    assert [kind_of_new(blocks) for blocks in (0, 1, 15, 16, 63, 64, 256, 1_024, 10**6)] == [0, 1, 1, 2, 2, 3, 4, 5, 5]
     assert [bin_of(ms) for ms in (0, 999, 1_000, 1_415, 2_000, 10**12)] == [0, 0, 1, 2, 3, 27]
 
 
