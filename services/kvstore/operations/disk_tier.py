@@ -237,9 +237,7 @@ class DiskTier:
             of_salt = list(same)
             for first in range(0, len(of_salt), CHUNK_BLOCKS):
                 reading = self._begin(of_salt[first : first + CHUNK_BLOCKS], shared_salt)
-                whole = ahead is None or await self._publish(ahead)
-                if reading is None or not whole:
-                    await self._give_up(reading)
+                if ahead is not None and not await self._publish(ahead, reading) or reading is None:
                     return
                 ahead = reading
         if ahead is not None:
@@ -258,18 +256,22 @@ class DiskTier:
         lanes = asyncio.gather(*(self._read_lane(places[lane::READ_LANES]) for lane in range(READ_LANES)))
         return Reading(reserved.lease_id, head.salt, [record for record, _ in places], len(chunk), lanes)
 
-    async def _publish(self, reading: Reading) -> bool:
-        """Make visible what was read well. Whether all of the chunk is in memory now."""
+    async def _publish(self, reading: Reading, below: Reading | None = None) -> bool:
+        """Make visible what was read well. Whether all of the chunk is in memory now; if not, what is being read
+        `below` it is given up, before anything of it is overwritten on the disk with what it stands under."""
         lanes = await reading.lanes
         results = [lanes[number % READ_LANES][number // READ_LANES] for number in range(len(reading.records))]
         is_erased = reading.salt in self._erasing  # while it was read: whatever was read is nobody's
         written = [block for block in results if block is not None and not is_erased]
         outcome = self._table.commit(reading.lease_id, written, self._now())
         self._count(promoted=outcome.committed)
+        whole = outcome.committed == reading.wanted
+        if not whole:
+            await self._give_up(below)
         for record, block in zip(reading.records, results, strict=True):
             if block is None or block.checksum_claimed != block.checksum_found:
                 await self._drop(record)
-        return outcome.committed == reading.wanted
+        return whole
 
     async def _give_up(self, reading: Reading | None) -> None:
         """Wait until nobody writes into the slots any more; then they are free again."""

@@ -39,8 +39,8 @@ async def test_a_long_chain_goes_out_in_runs_and_comes_back_in_chunks(
 async def test_what_is_read_ahead_of_a_wrong_block_is_given_up(
     node: Node, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    """Chunks of 2; the next is being read when one turns out to be wrong: what is above it is found, and no slot of
-    what is below stays held."""
+    """Chunks of 2; the next is being read when one turns out to be wrong: what is above it is found, one is counted,
+    though what is below is overwritten on the disk, and no slot of that stays held."""
     monkeypatch.setattr(disk_tier, "CHUNK_BLOCKS", 2)
     await node.store_and_use(chain("a", 6))
     await node.start()
