@@ -237,7 +237,7 @@ class DiskTier:
             of_salt = list(same)
             for first in range(0, len(of_salt), CHUNK_BLOCKS):
                 reading = self._begin(of_salt[first : first + CHUNK_BLOCKS], shared_salt)
-                if ahead is not None and not await self._publish(ahead, reading) or reading is None:
+                if (ahead is not None and not await self._publish(ahead, reading)) or reading is None:
                     return
                 ahead = reading
         if ahead is not None:
