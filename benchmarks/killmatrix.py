@@ -149,7 +149,7 @@ async def _until_nothing_runs(mesh: Mesh) -> None:
             held = [float(line.split()[-1]) for line in lines if line.startswith("roundhouse_scheduler_slots_in_use{")]
             if held and not any(held):
                 return
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # between two looks at another process
 
 
 async def _own_key(mesh: Mesh) -> tuple[str, str]:
@@ -181,7 +181,7 @@ class _Books:
                 missing, state = streamed, {}
             if not missing and state.get("sequence") == state.get("published_sequence"):
                 return
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # between two looks at another process
 
     async def news(self) -> tuple[list[Row], dict[str, int]]:
         """Rows and billed tokens of requests that no earlier block had."""
@@ -280,7 +280,7 @@ async def _feeds(mesh: Mesh) -> list[float]:
             ended = time.monotonic()
             async with asyncio.timeout(SETTLE_S):
                 while int(await cast("Any", redis.hget(budget_key("acme"), field)) or 0) == before:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+                    await asyncio.sleep(0.005)  # between two looks at the store
             times.append((time.monotonic() - ended) * 1000)
     finally:
         await redis.aclose()

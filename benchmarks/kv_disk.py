@@ -85,7 +85,7 @@ def _wait_until_written(stub: kv_pb2_grpc.KvStoreStub) -> None:
         now = stub.GetStatistics(kv_pb2.GetStatisticsRequest()).disk.blocks
         if now != before:
             before, since = now, time.monotonic()
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks at another process
 
 
 def _salt(name: str) -> bytes:

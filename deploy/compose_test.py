@@ -102,7 +102,7 @@ def _wait_until_ready(running: Containers) -> None:
             reason = str(nodes)
         except (httpx.HTTPError, AssertionError) as error:
             reason = str(error)
-        time.sleep(0.5)
+        time.sleep(0.5)  # between two looks at the containers
     raise TimeoutError(f"the mesh is not ready after {READY_WITHIN_S:.0f} s: {reason}\n{running.run('ps')}")
 
 
@@ -144,5 +144,5 @@ def _billed(containers: Containers, requests: int) -> tuple[int, int]:
         if rows and rows[0]["requests"] >= requests:
             assert rows[0]["requests"] == requests
             return rows[0]["input_tokens"], rows[0]["output_tokens"]
-        time.sleep(0.2)
+        time.sleep(0.2)  # between two looks at the ledger
     raise TimeoutError(f"the bill is not complete after {LEDGER_WITHIN_S:.0f} s: {rows}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from services.kvstore.adapters.segment_header import span_of
 from services.kvstore.adapters.tenant_keys import TenantKeys
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.disk_index import DiskIndex
-from services.kvstore.domain.records import Acquired, Reserved
+from services.kvstore.domain.records import Reserved
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.disk_parts import DiskParts
 from services.kvstore.operations.disk_tier import DiskTier
 from services.kvstore.operations.fetch_blocks import Wanted
 from services.kvstore.operations.serve_blocks import BlockService
-from tests.builders.kv_blocks import HOLDER, SALT, new_blocks
+from tests.builders.kv_blocks import HOLDER, SALT, content_of, new_blocks, read_rightly
 from tests.fakes.block_arena import FakeArena
 from tests.fakes.clock import ManualClock
 
@@ -30,7 +29,7 @@ SEGMENT = 4 * span_of(LENGTH)
 
 def content(key: bytes) -> bytes:
     """What the block of a key holds."""
-    return random.Random(key).randbytes(LENGTH)
+    return content_of(key, LENGTH)
 
 
 class Node:
@@ -85,14 +84,7 @@ class Node:
 
     async def found(self, keys: list[bytes], salt: bytes = SALT) -> int:
         """How many leading blocks a patient reader gets; each one is byte for byte what was stored."""
-        outcome = await self.service.acquire_waiting(Wanted(salt, tuple(keys)), HOLDER, 10_000)
-        if not isinstance(outcome, Acquired):
-            return 0
-        for place in outcome.blocks:
-            with self.arena.view(place.offset, place.length) as view:
-                assert bytes(view) == content(place.key)
-        await self.service.release(outcome.lease_id)
-        return len(outcome.blocks)
+        return await read_rightly(self.service, self.arena, Wanted(salt, tuple(keys)), 10_000)
 
     def file_bytes(self) -> bytes:
         """All that lies on the disk."""

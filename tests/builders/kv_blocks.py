@@ -1,10 +1,14 @@
 """Short ways to name and store KV blocks in tests of the kvstore."""
 
+import random
 from collections.abc import Sequence
 
 from services.kvstore.domain.block_table import BlockTable
 from services.kvstore.domain.records import ROOT, Acquired, Holder, NewBlocks, Reserved, WrittenBlock
 from services.kvstore.domain.slot_arena import SlotArena
+from services.kvstore.operations.fetch_blocks import Wanted
+from services.kvstore.operations.serve_blocks import BlockService
+from services.kvstore.ports import BlockArena
 
 SALT = b"tenant one"
 OTHER_SALT = b"tenant two"
@@ -28,6 +32,23 @@ def new_blocks(
 ) -> NewBlocks:
     """What a writer asks for."""
     return NewBlocks(salt, model, parent, tuple(keys), length)
+
+
+def content_of(key: bytes, length: int) -> bytes:
+    """What the block of a key holds."""
+    return random.Random(key).randbytes(length)
+
+
+async def read_rightly(service: BlockService, arena: BlockArena, wanted: Wanted, wait_ms: int) -> int:
+    """How many leading blocks a reader who waits gets; each one is byte for byte `content_of` its key."""
+    outcome = await service.acquire_waiting(wanted, HOLDER, wait_ms)
+    if not isinstance(outcome, Acquired):
+        return 0
+    for place in outcome.blocks:
+        with arena.view(place.offset, place.length) as view:
+            assert bytes(view) == content_of(place.key, place.length)
+    await service.release(outcome.lease_id)
+    return len(outcome.blocks)
 
 
 def store(table: BlockTable, keys: Sequence[bytes], now_ms: int = 0, **fields: object) -> int:

@@ -15,7 +15,7 @@ from services.kvstore.domain.records import Acquired, Reserved, Shared
 from services.kvstore.domain.slot_arena import SlotArena
 from services.kvstore.operations.fetch_blocks import ERASED_QUIET_MS, REST_MS, PeerTier, Wanted
 from services.kvstore.operations.serve_blocks import BlockService
-from tests.builders.kv_blocks import HOLDER, OTHER_SALT, SALT, UNIT, chain, new_blocks, store
+from tests.builders.kv_blocks import HOLDER, OTHER_SALT, SALT, UNIT, chain, content_of, new_blocks, read_rightly, store
 from tests.fakes.block_arena import FakeArena
 from tests.fakes.clock import ManualClock
 from tests.fakes.peers import FakePeer, FakePeers
@@ -25,7 +25,7 @@ KEYS = chain("a", 10)
 
 def content(key: bytes) -> bytes:
     """What the block of a key holds."""
-    return random.Random(key).randbytes(UNIT)
+    return content_of(key, UNIT)
 
 
 def peer_with(keys: list[bytes], salt: bytes = SALT, **wrong: object) -> FakePeer:
@@ -56,14 +56,7 @@ class Node:
     ) -> int:
         """How many leading blocks a reader who waits gets; each is byte for byte what the peer stored."""
         wanted = Wanted(salt, tuple(keys), peers=peers, **details)  # type: ignore[arg-type]
-        outcome = await self.service.acquire_waiting(wanted, HOLDER, 1_000)
-        if not isinstance(outcome, Acquired):
-            return 0
-        for place in outcome.blocks:
-            with self.arena.view(place.offset, place.length) as view:
-                assert bytes(view) == content(place.key)
-        await self.service.release(outcome.lease_id)
-        return len(outcome.blocks)
+        return await read_rightly(self.service, self.arena, wanted, 1_000)
 
     def store(self, keys: list[bytes]) -> None:
         """Blocks of this node's own engines."""

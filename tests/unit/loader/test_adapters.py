@@ -1,6 +1,8 @@
 """Adapters on a node over fakes in virtual time: who may use them, what is checked, who leaves for whom."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from roundhouse.catalogue.records import Adapter
 from roundhouse.errors import CapacityExhausted, InvalidInput, NotFound
@@ -240,17 +242,25 @@ async def test_a_caller_that_leaves_at_any_moment_leaves_no_byte_behind(node: Sm
     assert [(await ensure(node, adapter)).in_host for adapter in adapters] == [True, True, False]
 
 
+async def one_copy_deleted(
+    node: SmallNode, ensure: Callable[[SmallNode, Adapter], Coroutine[Any, Any, AdapterPlace]]
+) -> list[Adapter]:
+    """Three adapters of a base that is loaded: two are in host memory, of the first one the copy on disk is gone."""
+    adapters = declare(node, 3)
+    for adapter in adapters[:2]:
+        await ensure(node, adapter)
+        await node.clock.sleep_ms(1)
+    del node.cache.cached[adapters[0].digest]
+    await node.clock.sleep_ms(KEEP_MS)
+    await node.adapters.turn()
+    return adapters
+
+
 @on_a_small_node(BASE, adapter_bytes=25)
 async def test_a_copy_on_disk_that_somebody_deleted_keeps_nobody_out_of_host_memory(node: SmallNode) -> None:
     """The one that has to leave cannot be found on disk: it just leaves, and is fetched again when it is wanted."""
     await node.load(BASE)
-    one, two, three = declare(node, 3)
-    for adapter in (one, two):
-        await ensure(node, adapter)
-        await node.clock.sleep_ms(1)
-    del node.cache.cached[one.digest]
-    await node.clock.sleep_ms(KEEP_MS)
-    await node.adapters.turn()
+    one, _, three = await one_copy_deleted(node, ensure)
     assert (await ensure(node, three)).in_host
     check_shelf(node)
     assert (await ensure(node, one)).in_host  # the second one makes room

@@ -16,7 +16,7 @@ from services.loader.operations.berthing import REQUEST_MS_MAX, Berthing
 from tests.builders.small_node import SmallNode, on_a_small_node, outcome, small_model, small_node, version_of
 from tests.fakes.berth_board import FakeBoard
 from tests.fakes.clock import run_virtual
-from tests.unit.loader.test_adapters import declare, order_of
+from tests.unit.loader.test_adapters import declare, one_copy_deleted, order_of
 
 BASE: Model = msgspec.structs.replace(small_model("base"), engine=Engine.VLLM, adapter_slots=2)
 BARE: Model = msgspec.structs.replace(small_model("base"), engine=Engine.VLLM)
@@ -196,13 +196,7 @@ async def test_a_base_that_was_given_room_after_it_was_loaded(node: SmallNode) -
 async def test_a_promised_adapter_whose_copy_on_disk_was_deleted_stays_where_its_link_leads(node: SmallNode) -> None:
     """Requests that run may still open it. The next oldest makes room instead."""
     await node.load(BASE)
-    one, two, three = declare(node, 3)
-    for adapter in (one, two):
-        await ensure(node, adapter)
-        await node.clock.sleep_ms(1)
-    del node.cache.cached[one.digest]
-    await node.clock.sleep_ms(KEEP_MS)
-    await node.adapters.turn()
+    one, two, three = await one_copy_deleted(node, ensure)
     assert (await ensure(node, three)).in_host
     assert leads_to(node)[0] == node.shelf.path(one.digest)
     assert leads_to(node)[1] == await node.caches.path(two.digest)
